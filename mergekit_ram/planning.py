@@ -1,0 +1,293 @@
+"""Every touch of what mergekit keeps private: registering the methods, running them, extending the planner.
+
+Each function first checks what it relies on and, where that has changed, says which versions of mergekit work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from mergekit.common import dtype_from_name
+from mergekit.merge_methods.base import BatchOptions, MergeMethod, TensorGroup
+
+from mergekit_ram.methods import (
+    COUNTING,
+    METHODS,
+    RESCALING,
+    GroupOverlap,
+    ParameterError,
+    RamMethod,
+    check_weights,
+    rescaling_by_agent,
+    sum_overlaps,
+)
+
+SUPPORTED = ">=0.1.5,<0.2"
+_FIRST, _BEYOND = (0, 1, 5), (0, 2, 0)
+
+_BY_NAME = {method.spec.name: method for method in METHODS}
+
+
+class IncompatibleMergekitError(RuntimeError):
+    """The installed mergekit is not one that this version of mergekit-ram extends."""
+
+
+def register_methods(module: ModuleType) -> None:
+    """Put the methods into mergekit's registry, in place of its own of the same names.
+
+    Args:
+        module: ``mergekit.merge_methods``.
+    """
+    _require_version()
+    _require_parameters(
+        MergeMethod, "_execute", ["groups", "parameters", "options", "input_dtypes"]
+    )
+    _require_parameters(MergeMethod, "_execute_resolved", ["groups", "parameters"])
+    _require_parameters(MergeMethod, "_bind_group_parameters", ["group", "supplied"])
+    registry = getattr(module.registry, "_METHODS", None)
+    _require(isinstance(registry, dict), "registry._METHODS is not a dictionary")
+    for method in METHODS:
+        if not isinstance(registry.get(method.spec.name), RegisteredMethod):
+            registry[method.spec.name] = RegisteredMethod(method)
+
+
+class RegisteredMethod(MergeMethod):
+    """Runs a method on the groups that mergekit hands over.
+
+    mergekit's own group methods convert whole tensors to one dtype before, and to the output dtype after. Here both
+    happen inside the kernel, block by block and with one rounding.
+    """
+
+    def __init__(self, method: RamMethod):
+        self.method = method
+        self.spec = method.spec
+
+    def _bind_group_parameters(
+        self, group: TensorGroup, *supplied: Any
+    ) -> dict[str, Any]:
+        """Bind for a direct call, whose groups are all there is: a model-wide ratio is over them."""
+        problems = Problems(self.spec.name)
+        with problems.of(group.metadata.name or "an unnamed tensor"):
+            values = super()._bind_group_parameters(group, *supplied)
+            _check(values, list(values["weight"].values()))
+            if self.method.ratio_scope == "model":
+                values[RESCALING] = None
+            return values
+        problems.raise_any()
+
+    def _execute(
+        self,
+        groups: Sequence[TensorGroup],
+        parameters: list[dict[str, Any]],
+        options: BatchOptions,
+        *,
+        input_dtypes: Sequence[torch.dtype | None],
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[Any, ...]:
+        work = list(zip(groups, parameters, input_dtypes))
+        if any(values.get(COUNTING) for values in parameters):
+            return tuple(self._count(*item) for item in work)
+        if self.method.ratio_scope == "model":
+            _require(
+                all(RESCALING in values for values in parameters),
+                f"{self.spec.name} was run outside a planned merge",
+            )
+            if any(values[RESCALING] is None for values in parameters):
+                overlap = sum_overlaps(self._count(*item) for item in work)
+                for values in parameters:
+                    values[RESCALING] = rescaling_by_agent(overlap, values)
+        return tuple(
+            self.method.merge_group(
+                group,
+                values,
+                input_dtype=input_dtype,
+                out_dtype=out_dtype,
+                rescaling=values.get(RESCALING),
+            )
+            for group, values, input_dtype in work
+        )
+
+    def _count(
+        self,
+        group: TensorGroup,
+        values: Mapping[str, Any],
+        input_dtype: torch.dtype | None,
+    ) -> GroupOverlap:
+        return self.method.count_group(group, values, input_dtype=input_dtype)
+
+
+class Problems:
+    """What is wrong with a recipe's parameters, gathered over the tensors of a merge."""
+
+    def __init__(self, method: str):
+        self.method = method
+        self._tensors: dict[str, list[str]] = {}
+
+    @contextlib.contextmanager
+    def of(self, tensor: str) -> Iterator[None]:
+        """Take note of a refusal of the tensor's parameters, and go on."""
+        try:
+            yield
+        except ParameterError as error:
+            self._tensors.setdefault(str(error), []).append(tensor)
+
+    def raise_any(self) -> None:
+        """Raise all that was noted as one error."""
+        if not self._tensors:
+            return
+        lines = [f"merge_method {self.method} cannot use these parameters:"]
+        for problem, tensors in self._tensors.items():
+            more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+            lines.append(f"  {problem} (in {tensors[0]}{more})")
+        raise ParameterError("\n".join(lines))
+
+
+def extend_planner(module: ModuleType) -> None:
+    """Have the planner check parameters, round once and measure a model-wide ratio, for the methods of ours.
+
+    Args:
+        module: ``mergekit.plan``.
+    """
+    from mergekit_ram import tasks
+
+    planner = module.MergePlanner
+    if hasattr(planner, "mergekit_ram_problems"):
+        return
+    _require_parameters(planner, "_plan", [])
+    _require_parameters(planner, "plan_tensor", ["weight"])
+    _require("_tensors" in planner.__annotations__, "MergePlanner._tensors is gone")
+    plan, plan_tensor = planner._plan, planner.plan_tensor
+
+    @functools.wraps(plan)
+    def extended_plan(self) -> None:
+        method = _BY_NAME.get(self.config.merge_method)
+        if method is None:
+            return plan(self)
+        self.mergekit_ram_problems = problems = Problems(method.spec.name)
+        plan(self)
+        weights = [weight for weight, _ in self._tensors]
+        merges = [
+            _round_once(task, weight.force_dtype or self.config.out_dtype)
+            for weight, task in self._tensors
+        ]
+        _check_merges(merges, problems)
+        if method.ratio_scope == "model":
+            merges = tasks.merge_by_model_ratio(merges, self.options)
+        self._tensors = list(zip(weights, merges))
+
+    @functools.wraps(plan_tensor)
+    def extended_plan_tensor(self, weight, *args, **kwargs) -> None:
+        problems = self.mergekit_ram_problems
+        noting = problems.of(weight.name) if problems else contextlib.nullcontext()
+        with noting:
+            plan_tensor(self, weight, *args, **kwargs)
+
+    planner.mergekit_ram_problems = None
+    planner._plan, planner.plan_tensor = extended_plan, extended_plan_tensor
+
+
+def extend_raw_pytorch(module: ModuleType) -> None:
+    """The same for ``mergekit-pytorch``, which plans by itself.
+
+    Args:
+        module: ``mergekit.scripts.merge_raw_pytorch``.
+    """
+    from mergekit_ram import tasks
+
+    plan, bind = module.plan_flat_merge, module.construct_param_dicts
+    if hasattr(plan, "__wrapped__"):
+        return
+    _require_parameters(module, "plan_flat_merge", ["config", "options"])
+    _require_parameters(module, "construct_param_dicts", ["config", "tensor_name"])
+
+    @functools.wraps(plan)
+    def extended_plan(config, out_path, tensor_union, tensor_intersection, options):
+        targets = plan(config, out_path, tensor_union, tensor_intersection, options)
+        method = _BY_NAME.get(config.merge_method)
+        if method is None:
+            return targets
+        *saves, finalize = targets
+        merges = [save.tensor_task for save in saves]
+        _check_merges(merges, Problems(method.spec.name))
+        if method.ratio_scope == "model":
+            merges = tasks.merge_by_model_ratio(merges, options)
+        saves = [
+            save.model_copy(update={"tensor_task": merge})
+            for save, merge in zip(saves, merges)
+        ]
+        return [
+            *saves,
+            finalize.model_copy(update={"tensor_save_tasks": tuple(saves)}),
+        ]
+
+    @functools.wraps(bind)
+    def extended_bind(config, merge_method, tensor_name):
+        problems = Problems(config.merge_method)
+        with problems.of(tensor_name):
+            return bind(config, merge_method, tensor_name)
+        problems.raise_any()
+
+    module.plan_flat_merge, module.construct_param_dicts = extended_plan, extended_bind
+
+
+def _round_once(task: Any, name: str | None) -> Any:
+    """The same merge, writing the dtype that is saved, so that saving does not round again."""
+    dtype = dtype_from_name(name)
+    if dtype is None or not dtype.is_floating_point:
+        return task
+    return task.model_copy(update={"out_dtype": name})
+
+
+def _check_merges(merges: Sequence[Any], problems: Problems) -> None:
+    """Refuse parameters, all at once, before a weight is read."""
+    for merge in merges:
+        with problems.of(merge.output_weight.name):
+            agents = [model for model in merge.model_order if model != merge.base_model]
+            weights = [merge.input_parameters[agent]["weight"] for agent in agents]
+            _check(merge.parameters, weights)
+    problems.raise_any()
+
+
+def _check(parameters: Mapping[str, Any], weights: Sequence[float]) -> None:
+    check_weights(
+        weights, normalize=parameters["normalize"], shared=parameters["shared"]
+    )
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise IncompatibleMergekitError(
+            f"this version of mergekit-ram works with mergekit {SUPPORTED}, and mergekit "
+            f"{_installed_version() or 'of unknown version'} differs: {what}"
+        )
+
+
+def _require_version() -> None:
+    version = _installed_version()
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version or "")
+    if found:
+        numbers = tuple(int(part or 0) for part in found.groups())
+        _require(_FIRST <= numbers < _BEYOND, "its version is outside that range")
+
+
+def _require_parameters(owner: Any, name: str, expected: Sequence[str]) -> None:
+    function = getattr(owner, name, None)
+    _require(callable(function), f"{owner.__name__}.{name} is gone")
+    parameters = inspect.signature(function).parameters
+    missing = [parameter for parameter in expected if parameter not in parameters]
+    _require(not missing, f"{owner.__name__}.{name} takes no {', '.join(missing)}")
+
+
+def _installed_version() -> str | None:
+    try:
+        return importlib.metadata.version("mergekit")
+    except importlib.metadata.PackageNotFoundError:
+        return None
