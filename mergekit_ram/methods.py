@@ -244,7 +244,5 @@ def _method(
 METHODS = (
     _method("ram", "Reinforced Agent Merging", "none"),
     _method("ramplus", "Reinforced Agent Merging Plus", "model"),
-    _method(
-        "ramplus_tl", "Reinforced Agent Merging Plus (Tensor-Local)", "tensor"
-    ),
+    _method("ramplus_tl", "Reinforced Agent Merging Plus (Tensor-Local)", "tensor"),
 )

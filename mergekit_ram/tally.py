@@ -95,9 +95,7 @@ def _histogram(values: torch.Tensor, bins: int) -> torch.Tensor:
     return histogram
 
 
-def _decode(
-    patterns: torch.Tensor, times: torch.Tensor, agents: int
-) -> OverlapCounts:
+def _decode(patterns: torch.Tensor, times: torch.Tensor, agents: int) -> OverlapCounts:
     """Counts of ``times[p]`` elements of ``patterns[p]``, both int64 ``[patterns]``."""
     patterns, times = patterns.cpu(), times.cpu()
     digits = 3 ** torch.arange(agents)
