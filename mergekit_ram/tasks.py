@@ -9,7 +9,7 @@ outer graph still falls into one island per tensor for mergekit's multi-GPU exec
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
