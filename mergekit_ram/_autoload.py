@@ -13,7 +13,11 @@ _HOOKS = {
     "mergekit.merge_methods": "register_methods",
     "mergekit.plan": "extend_planner",
     "mergekit.scripts.merge_raw_pytorch": "extend_raw_pytorch",
+    "mergekit.evo.genome": "extend_genome",
 }
+
+# Those that are being imported at this moment.
+_loading = set()
 
 
 class _Finder:
@@ -47,7 +51,11 @@ class _Loader:
 
     def exec_module(self, module):
         module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
+        _loading.add(module.__name__)
+        try:
+            self._loader.exec_module(module)
+        finally:
+            _loading.discard(module.__name__)
         try:
             _extend(module)
         except Exception as error:
@@ -61,14 +69,20 @@ def install():
         sys.meta_path.insert(0, _Finder())
     for name in _HOOKS:
         module = sys.modules.get(name)
-        if module is not None:
+        if module is not None and name not in _loading:
             _extend(module)
 
 
 def _extend(module):
+    # When one of these two is what is importing mergekit, it is not ready yet, and calls install once it is.
+    methods = sys.modules.get("mergekit_ram.methods")
+    if methods is not None and not hasattr(methods, "METHODS"):
+        return
     from mergekit_ram import planning
 
-    getattr(planning, _HOOKS[module.__name__])(module)
+    extend = getattr(planning, _HOOKS[module.__name__], None)
+    if extend is not None:
+        extend(module)
 
 
 def _refuse_merges(module, error):

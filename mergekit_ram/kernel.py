@@ -68,12 +68,26 @@ class Rule:
             ones whole; False multiplies every task vector by its weight first and takes plain means.
         scale: factor on the merged update, mergekit's ``lambda``.
         shared: what shared elements take: the ``mean``, the ``ties`` consensus, or nothing (``drop``).
+        finite: True refuses NaN and infinity in any input; False lets them through to the result.
     """
 
     epsilon: float = 1e-5
     normalize: bool = True
     scale: float = 1.0
     shared: SharedMode = "mean"
+    finite: bool = True
+
+
+class NonFiniteError(ValueError):
+    """NaN or infinity in an input.
+
+    Attributes:
+        counts: non-finite elements of each input, the base's first.
+    """
+
+    def __init__(self, counts: Sequence[int]):
+        self.counts = tuple(counts)
+        super().__init__(f"NaN or infinity among the inputs: {list(counts)} elements")
 
 
 def merge(
@@ -99,6 +113,7 @@ def merge(
 
     Raises:
         ValueError: shapes, devices or dtypes that cannot be merged.
+        NonFiniteError: NaN or infinity in an input, unless ``rule.finite`` is False.
     """
     stream = _Stream(
         base, agents, rule, input_dtype, out_dtype, block_elements, counting=False
@@ -216,6 +231,8 @@ class _Stream:
         self.tally = (
             Tally(len(agents), elements, self.dtype, base.device) if counting else None
         )
+        # Sum of what must be finite: NaN and infinity survive every later addition.
+        self.watched = torch.zeros((), dtype=self.dtype, device=base.device)
 
     def merge(self) -> torch.Tensor:
         cutoffs = self._cutoffs() if self.ties else []
@@ -229,14 +246,17 @@ class _Stream:
             self._update(rows)
             target = merged[index]
             target.copy_(rows.base.view(target.shape))
+        self._require_finite()
         return merged.view(self.shape)
 
     def count(self) -> None:
         for index, rows in self._blocks():
             self.tally.begin(rows.base.shape[0])
             for i, delta in enumerate(self._deltas(index, rows)):
+                self.watched += delta.sum()
                 self.tally.add(i, delta)
             self.tally.end()
+        self._require_finite()
 
     def _blocks(self) -> Iterator[tuple[tuple, _Rows]]:
         """The index of every block, with scratch rows of the block's length."""
@@ -277,12 +297,29 @@ class _Stream:
                 rows.total.add_(delta, alpha=weight)
                 if self.weighted:
                     rows.divisor.add_(rows.mask, alpha=weight)
+            else:
+                self.watched += delta.sum()
             if not self.plain and agent.keep_unique:
                 rows.unique.add_(delta, alpha=agent.rescaling * self.rule.scale)
             if self.tally:
                 self.tally.add(i, delta)
+        self.watched += rows.total.sum()
         if self.tally:
             self.tally.end()
+
+    def _require_finite(self) -> None:
+        """Refuse inputs that are not finite. What is watched may also overflow by itself, so look again."""
+        if not self.rule.finite or math.isfinite(self.watched.item()):
+            return
+        counts = [
+            sum(
+                tensor[index].numel() - int(tensor[index].isfinite().sum())
+                for index in _block_indices(tensor.shape, self.limit)
+            )
+            for tensor in (self.base, *self.inputs)
+        ]
+        if any(counts):
+            raise NonFiniteError(counts)
 
     def _cutoffs(self) -> list[float]:
         """Per agent, the magnitude below which ``shared="ties"`` prunes its shared updates.
@@ -333,11 +370,13 @@ class _Stream:
             else:
                 rows.base.sub_(rows.total.div_(divisor))
             return
-        # No agent, or only agents of weight 0, changed the element: nothing to divide.
-        divisor = rows.divisor if self.weighted or self.ties else rows.changers.clone()
-        divisor.add_(torch.eq(divisor, 0, out=rows.mask))
+        if self.weighted or self.ties:
+            # No agent, or only agents of weight 0, changed the element: nothing to divide.
+            rows.divisor.add_(torch.eq(rows.divisor, 0, out=rows.mask))
+        else:
+            torch.clamp(rows.changers, min=1, out=rows.divisor)
         shared = torch.ge(rows.changers, 2, out=rows.mask)
-        rows.total.div_(divisor).mul_(shared).mul_(self.rule.scale)
+        rows.total.div_(rows.divisor).mul_(shared).mul_(self.rule.scale)
         rows.unique.addcmul_(rows.unique, shared, value=-1)
         rows.base.sub_(rows.total.add_(rows.unique))
 

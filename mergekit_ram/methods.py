@@ -5,7 +5,9 @@ Only public names of mergekit are used here; ``planning`` registers the methods 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -20,19 +22,22 @@ from mergekit.merge_methods.base import (
 )
 from pydantic import Field, ValidationError
 
-from mergekit_ram import kernel
+from mergekit_ram import _autoload, kernel
 from mergekit_ram.overlap import (
+    GroupOverlap,
     OverlapCounts,
     RatioKind,
+    Rescaling,
     rescaling_factors,
-    total_counts,
 )
 
 REFERENCE_URL = "https://arxiv.org/abs/2601.13572"
 
-# Parameters that a graph task binds besides the recipe's: count instead of merging, and λ by input ID.
+# What a graph task binds besides the recipe's parameters: count instead of merging; λ by input ID; where to note
+# the overlap met while merging.
 COUNTING = "counting"
 RESCALING = "rescaling"
+NOTE = "note"
 
 # Subsets of weights are searched for a vanishing sum up to this many agents.
 _MOST_SIGNED_WEIGHTS = 16
@@ -53,6 +58,17 @@ class Parameter(ParameterSpec):
             raise ParameterError(f"{self.name}: {value!r} {reason}") from None
 
 
+class NonFiniteWeightsError(ValueError):
+    """NaN or infinity in a model's weights. The message names models, tensor and counts."""
+
+    def __init__(self, tensor: str | None, counts: Mapping[Hashable, int]):
+        found = ", ".join(f"{count} in {model}" for model, count in counts.items())
+        super().__init__(
+            f"NaN or infinity in {tensor or 'an unnamed tensor'}: {found}. The checkpoint is damaged or "
+            "overflowed; replace it, or set non_finite: ignore to merge it as it is"
+        )
+
+
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -68,6 +84,7 @@ COMMON_PARAMETERS = (
     Parameter("shared", Literal["mean", "ties", "drop"], _SHARED, default="mean"),
     Parameter("density", Fraction, _PER_AGENT, default=1.0),
     Parameter("keep_unique", bool, _PER_AGENT, default=True),
+    Parameter("non_finite", Literal["error", "ignore"], _SHARED, default="error"),
 )
 RESCALING_PARAMETERS = (
     Parameter("r", NonNegative, _SHARED, default=0.1),
@@ -76,24 +93,7 @@ RESCALING_PARAMETERS = (
 )
 
 
-@dataclass(frozen=True)
-class GroupOverlap:
-    """Overlap of the agents of one tensor group, ``counts`` in the order of ``agents``."""
-
-    agents: tuple[Hashable, ...]
-    counts: OverlapCounts
-
-
-def sum_overlaps(overlaps: Iterable[GroupOverlap]) -> GroupOverlap:
-    """Overlap over all groups; the agents in order of first appearance, absent ones having changed nothing."""
-    overlaps = list(overlaps)
-    agents = tuple(dict.fromkeys(agent for o in overlaps for agent in o.agents))
-    place = {agent: i for i, agent in enumerate(agents)}
-    counts = total_counts(
-        (o.counts.spread([place[a] for a in o.agents], len(agents)) for o in overlaps),
-        len(agents),
-    )
-    return GroupOverlap(agents, counts)
+Note = Callable[[GroupOverlap, Rescaling], None]
 
 
 @dataclass(frozen=True)
@@ -115,24 +115,38 @@ class RamMethod:
         *,
         input_dtype: torch.dtype | None,
         out_dtype: torch.dtype | None,
-        rescaling: Mapping[Hashable, float] | None = None,
+        rescaling: Rescaling | None = None,
+        note: Note | None = None,
     ) -> torch.Tensor:
         """Merge one group.
 
         Args:
             parameters: bound values, per-agent ones keyed by input ID.
             rescaling: λ by input ID. None takes 1, or the tensor's own ratio where that is the method.
+            note: called with the group's overlap and its λ, where merging finds them out.
+
+        Raises:
+            NonFiniteWeightsError: NaN or infinity in an input, unless the recipe ignores it.
         """
-        if rescaling is None and self.ratio_scope == "tensor":
+        overlap = None
+        if self.ratio_scope == "tensor" and rescaling is None:
             overlap = self.count_group(group, parameters, input_dtype=input_dtype)
             rescaling = rescaling_by_agent(overlap, parameters)
-        return kernel.merge(
+        arguments = (
             group.base.tensor,
             _agents(group, parameters, rescaling or {}),
             _rule(parameters),
-            input_dtype=input_dtype,
-            out_dtype=out_dtype,
         )
+        dtypes = {"input_dtype": input_dtype, "out_dtype": out_dtype}
+        with _naming_inputs(group):
+            if note and self.ratio_scope == "none":
+                merged, counts = kernel.merge_and_count(*arguments, **dtypes)
+                overlap = _group_overlap(group, counts)
+            else:
+                merged = kernel.merge(*arguments, **dtypes)
+        if note and overlap:
+            note(overlap, rescaling or {})
+        return merged
 
     def count_group(
         self,
@@ -142,18 +156,36 @@ class RamMethod:
         input_dtype: torch.dtype | None,
     ) -> GroupOverlap:
         """Count how the agents of one group overlap, by the masks that ``merge_group`` merges by."""
-        counts = kernel.count(
-            group.base.tensor,
-            _agents(group, parameters, {}),
-            _rule(parameters),
-            input_dtype=input_dtype,
-        )
-        return GroupOverlap(tuple(entry.id for entry in group.non_base), counts)
+        with _naming_inputs(group):
+            counts = kernel.count(
+                group.base.tensor,
+                _agents(group, parameters, {}),
+                _rule(parameters),
+                input_dtype=input_dtype,
+            )
+        return _group_overlap(group, counts)
+
+
+def _group_overlap(group: TensorGroup, counts: OverlapCounts) -> GroupOverlap:
+    return GroupOverlap(tuple(entry.id for entry in group.non_base), counts)
+
+
+@contextlib.contextmanager
+def _naming_inputs(group: TensorGroup) -> Iterator[None]:
+    """Say which model and tensor the kernel refused."""
+    try:
+        yield
+    except kernel.NonFiniteError as error:
+        entries = (group.base, *group.non_base)
+        raise NonFiniteWeightsError(
+            group.metadata.name,
+            {entry.id: count for entry, count in zip(entries, error.counts) if count},
+        ) from None
 
 
 def rescaling_by_agent(
     overlap: GroupOverlap, parameters: Mapping[str, Any]
-) -> dict[Hashable, float]:
+) -> Rescaling:
     """λ by input ID, for counts of any scope and the ``r``, ``alpha`` and ``ratio`` of one tensor."""
     kind: RatioKind = parameters["ratio"]
     factors = rescaling_factors(
@@ -162,8 +194,9 @@ def rescaling_by_agent(
     return dict(zip(overlap.agents, factors))
 
 
+@functools.lru_cache(maxsize=256)
 def check_weights(
-    weights: Sequence[float], *, normalize: bool, shared: kernel.SharedMode
+    weights: tuple[float, ...], *, normalize: bool, shared: kernel.SharedMode
 ) -> None:
     """Refuse weights that can leave Σw of Σwτ/Σw at zero.
 
@@ -205,13 +238,14 @@ def _rule(parameters: Mapping[str, Any]) -> kernel.Rule:
         normalize=parameters["normalize"],
         scale=parameters["lambda"],
         shared=parameters["shared"],
+        finite=parameters["non_finite"] == "error",
     )
 
 
 def _agents(
     group: TensorGroup,
     parameters: Mapping[str, Any],
-    rescaling: Mapping[Hashable, float],
+    rescaling: Rescaling,
 ) -> list[kernel.Agent]:
     return [
         kernel.Agent(
@@ -246,3 +280,6 @@ METHODS = (
     _method("ramplus", "Reinforced Agent Merging Plus", "model"),
     _method("ramplus_tl", "Reinforced Agent Merging Plus (Tensor-Local)", "tensor"),
 )
+
+# mergekit may have been imported for this module, before there was anything to register.
+_autoload.install()

@@ -9,12 +9,13 @@ Terms and formulas: Yuan et al., 2026, "Reinforced Agent Merging", arXiv 2601.13
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 RatioKind = Literal["unique", "changed"]
 Table = tuple[tuple[int, ...], ...]
+Rescaling = Mapping[Hashable, float]  # λ by agent
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,37 @@ class OverlapCounts:
 def total_counts(counts: Iterable[OverlapCounts], agents: int) -> OverlapCounts:
     """Sum of any number of counts, none included."""
     return sum(counts, OverlapCounts.zero(agents))
+
+
+@dataclass(frozen=True)
+class GroupOverlap:
+    """Overlap of named agents, ``counts`` in the order of ``agents``."""
+
+    agents: tuple[Hashable, ...]
+    counts: OverlapCounts
+
+
+def sum_overlaps(
+    overlaps: Iterable[GroupOverlap], agents: Iterable[Hashable] = ()
+) -> GroupOverlap:
+    """Overlap over all groups.
+
+    Args:
+        agents: come first in the result, found in a group or not; others follow as they appear. An agent absent
+            from a group changed nothing there.
+    """
+    overlaps = list(overlaps)
+    found = (agent for overlap in overlaps for agent in overlap.agents)
+    everyone = tuple(dict.fromkeys([*agents, *found]))
+    place = {agent: i for i, agent in enumerate(everyone)}
+    counts = total_counts(
+        (
+            overlap.counts.spread([place[a] for a in overlap.agents], len(everyone))
+            for overlap in overlaps
+        ),
+        len(everyone),
+    )
+    return GroupOverlap(everyone, counts)
 
 
 def overlap_ratio(

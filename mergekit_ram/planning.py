@@ -10,7 +10,7 @@ import functools
 import importlib.metadata
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,17 +18,19 @@ import torch
 from mergekit.common import dtype_from_name
 from mergekit.merge_methods.base import BatchOptions, MergeMethod, TensorGroup
 
+from mergekit_ram import _autoload
 from mergekit_ram.methods import (
     COUNTING,
     METHODS,
+    NOTE,
     RESCALING,
-    GroupOverlap,
     ParameterError,
     RamMethod,
     check_weights,
     rescaling_by_agent,
-    sum_overlaps,
 )
+from mergekit_ram.overlap import GroupOverlap, sum_overlaps
+from mergekit_ram.report import MergeRecord
 
 SUPPORTED = ">=0.1.5,<0.2"
 _FIRST, _BEYOND = (0, 1, 5), (0, 2, 0)
@@ -77,7 +79,7 @@ class RegisteredMethod(MergeMethod):
         problems = Problems(self.spec.name)
         with problems.of(group.metadata.name or "an unnamed tensor"):
             values = super()._bind_group_parameters(group, *supplied)
-            _check(values, list(values["weight"].values()))
+            _check(values, values["weight"].values())
             if self.method.ratio_scope == "model":
                 values[RESCALING] = None
             return values
@@ -111,6 +113,7 @@ class RegisteredMethod(MergeMethod):
                 input_dtype=input_dtype,
                 out_dtype=out_dtype,
                 rescaling=values.get(RESCALING),
+                note=values.get(NOTE),
             )
             for group, values, input_dtype in work
         )
@@ -156,21 +159,23 @@ def extend_planner(module: ModuleType) -> None:
     Args:
         module: ``mergekit.plan``.
     """
-    from mergekit_ram import tasks
-
     planner = module.MergePlanner
     if hasattr(planner, "mergekit_ram_problems"):
         return
     _require_parameters(planner, "_plan", [])
     _require_parameters(planner, "plan_tensor", ["weight"])
     _require("_tensors" in planner.__annotations__, "MergePlanner._tensors is gone")
+    _require_parameters(planner, "plan_to_disk", ["out_path"])
     plan, plan_tensor = planner._plan, planner.plan_tensor
+    plan_to_disk = planner.plan_to_disk
 
     @functools.wraps(plan)
     def extended_plan(self) -> None:
         method = _BY_NAME.get(self.config.merge_method)
         if method is None:
             return plan(self)
+        # Planning rewrites the configuration, so take the recipe before.
+        recipe = self.config.model_dump(mode="json", exclude_defaults=True)
         self.mergekit_ram_problems = problems = Problems(method.spec.name)
         plan(self)
         weights = [weight for weight, _ in self._tensors]
@@ -179,9 +184,15 @@ def extend_planner(module: ModuleType) -> None:
             for weight, task in self._tensors
         ]
         _check_merges(merges, problems)
-        if method.ratio_scope == "model":
-            merges = tasks.merge_by_model_ratio(merges, self.options)
+        record = _record(method, merges, self.config.base_model, recipe)
+        merges = _extended_merges(method, merges, record, self.options)
         self._tensors = list(zip(weights, merges))
+        self.mergekit_ram_record = record
+
+    @functools.wraps(plan_to_disk)
+    def extended_plan_to_disk(self, out_path: str) -> list[Any]:
+        targets = plan_to_disk(self, out_path)
+        return _with_report(targets, out_path, self.mergekit_ram_record)
 
     @functools.wraps(plan_tensor)
     def extended_plan_tensor(self, weight, *args, **kwargs) -> None:
@@ -190,8 +201,9 @@ def extend_planner(module: ModuleType) -> None:
         with noting:
             plan_tensor(self, weight, *args, **kwargs)
 
-    planner.mergekit_ram_problems = None
+    planner.mergekit_ram_problems = planner.mergekit_ram_record = None
     planner._plan, planner.plan_tensor = extended_plan, extended_plan_tensor
+    planner.plan_to_disk = extended_plan_to_disk
 
 
 def extend_raw_pytorch(module: ModuleType) -> None:
@@ -200,8 +212,6 @@ def extend_raw_pytorch(module: ModuleType) -> None:
     Args:
         module: ``mergekit.scripts.merge_raw_pytorch``.
     """
-    from mergekit_ram import tasks
-
     plan, bind = module.plan_flat_merge, module.construct_param_dicts
     if hasattr(plan, "__wrapped__"):
         return
@@ -217,16 +227,19 @@ def extend_raw_pytorch(module: ModuleType) -> None:
         *saves, finalize = targets
         merges = [save.tensor_task for save in saves]
         _check_merges(merges, Problems(method.spec.name))
-        if method.ratio_scope == "model":
-            merges = tasks.merge_by_model_ratio(merges, options)
+        record = _record(
+            method,
+            merges,
+            config.base_model,
+            config.model_dump(mode="json", exclude_defaults=True),
+        )
+        merges = _extended_merges(method, merges, record, options)
         saves = [
             save.model_copy(update={"tensor_task": merge})
             for save, merge in zip(saves, merges)
         ]
-        return [
-            *saves,
-            finalize.model_copy(update={"tensor_save_tasks": tuple(saves)}),
-        ]
+        finalize = finalize.model_copy(update={"tensor_save_tasks": tuple(saves)})
+        return _with_report([*saves, finalize], out_path, record)
 
     @functools.wraps(bind)
     def extended_bind(config, merge_method, tensor_name):
@@ -236,6 +249,63 @@ def extend_raw_pytorch(module: ModuleType) -> None:
         problems.raise_any()
 
     module.plan_flat_merge, module.construct_param_dicts = extended_plan, extended_bind
+
+
+def extend_genome(module: ModuleType) -> None:
+    """Let ``mergekit-evolve`` search the agents' weights.
+
+    Args:
+        module: ``mergekit.evo.genome``.
+    """
+    maps = getattr(module, "METHOD_PARAM_MAPS", None)
+    _require(isinstance(maps, dict), "evo.genome.METHOD_PARAM_MAPS is not a dictionary")
+    for name in _BY_NAME:
+        maps[name] = ["weight"]
+
+
+def _record(
+    method: RamMethod, merges: Sequence[Any], base_model: Any, recipe: dict[str, Any]
+) -> MergeRecord:
+    agents = (
+        model
+        for merge in merges
+        for model in merge.model_order
+        if model != merge.base_model
+    )
+    settings = {}
+    if merges and method.ratio_scope != "none":
+        settings = {name: merges[0].parameters[name] for name in ("ratio", "alpha")}
+    return MergeRecord(
+        method=method.spec.name,
+        base_model=str(base_model) if base_model else None,
+        recipe=recipe,
+        agents=dict.fromkeys(agents),
+        **settings,
+    )
+
+
+def _extended_merges(
+    method: RamMethod, merges: Sequence[Any], record: MergeRecord, options: Any
+) -> list[Any]:
+    from mergekit_ram import tasks
+
+    if method.ratio_scope == "model":
+        return tasks.merges_by_model_ratio(merges, record, options)
+    return tasks.recorded_merges(merges, record)
+
+
+def _with_report(
+    targets: list[Any], out_path: str, record: MergeRecord | None
+) -> list[Any]:
+    """The targets of a plan, and the report once its model is written."""
+    from mergekit_ram import tasks
+
+    if record is None:
+        return targets
+    finalize = [task for task in targets if isinstance(task, tasks.FinalizeModel)]
+    _require(len(finalize) == 1, "a plan does not end in one FinalizeModel")
+    report = tasks.WriteReport(out_path=out_path, finalize=finalize[0], record=record)
+    return [*targets, report]
 
 
 def _round_once(task: Any, name: str | None) -> Any:
@@ -256,9 +326,9 @@ def _check_merges(merges: Sequence[Any], problems: Problems) -> None:
     problems.raise_any()
 
 
-def _check(parameters: Mapping[str, Any], weights: Sequence[float]) -> None:
+def _check(parameters: Mapping[str, Any], weights: Iterable[float]) -> None:
     check_weights(
-        weights, normalize=parameters["normalize"], shared=parameters["shared"]
+        tuple(weights), normalize=parameters["normalize"], shared=parameters["shared"]
     )
 
 
@@ -291,3 +361,7 @@ def _installed_version() -> str | None:
         return importlib.metadata.version("mergekit")
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+# mergekit may have been imported for this module, before there was anything to register.
+_autoload.install()

@@ -1,4 +1,4 @@
-"""Graph tasks: the counting pass behind the model-wide ratio, and the merge that uses it.
+"""Graph tasks: merging with a record of it, the counting pass behind the model-wide ratio, the report at the end.
 
 The model-wide ratio needs every tensor before the first is merged, while mergekit's graph holds a tensor only as long
 as something needs it. So one task, ``MeasureOverlap``, which every merge depends on, runs a graph of its own that loads
@@ -8,6 +8,7 @@ outer graph still falls into one island per tensor for mergekit's multi-GPU exec
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any, Optional
@@ -15,18 +16,20 @@ from typing import Any, Optional
 import torch
 from mergekit.common import ImmutableMap, ModelReference
 from mergekit.graph import Executor, Task
+from mergekit.io.tasks import FinalizeModel
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.multigpu_executor import MultiGPUExecutor
 from mergekit.options import MergeOptions
+from pydantic import ConfigDict
 
 from mergekit_ram.methods import (
     COUNTING,
+    NOTE,
     RESCALING,
-    GroupOverlap,
     rescaling_by_agent,
-    sum_overlaps,
 )
-from mergekit_ram.overlap import overlap_ratio
+from mergekit_ram.overlap import GroupOverlap
+from mergekit_ram.report import MergeRecord, Report
 
 LOG = logging.getLogger("mergekit_ram")
 
@@ -49,17 +52,20 @@ class CountOverlap(Task[Optional[GroupOverlap]]):
         self, tensors: dict[ModelReference, torch.Tensor]
     ) -> Optional[GroupOverlap]:
         # The merge task itself decides what is merged, copied or skipped.
-        result = _with_parameter(self.merge, COUNTING, True).execute(tensors)
+        result = _execute_with(self.merge, tensors, {COUNTING: True})
         return result if isinstance(result, GroupOverlap) else None
 
 
 class MeasureOverlap(Task[GroupOverlap]):
     """Overlap of every agent over the whole model: the sum of what the given tasks would merge."""
 
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
     merges: tuple[ExecuteMergeMethodTask, ...]
     options: MergeOptions
+    record: MergeRecord
 
-    # Compared thousands of times while a graph is built, and every plan has its own.
+    # Every plan has its own, and graphs compare and hash their tasks often.
     __hash__ = object.__hash__
 
     def __eq__(self, other: Any) -> bool:
@@ -72,86 +78,127 @@ class MeasureOverlap(Task[GroupOverlap]):
         return True
 
     def execute(self) -> GroupOverlap:
-        counting = [CountOverlap(merge=merge) for merge in self.merges]
-        results = self._run(counting)
-        overlap = sum_overlaps(found for found in results if found is not None)
-        _log(overlap, self.merges)
-        return overlap
+        found = [
+            (task.merge, overlap)
+            for task, overlap in self._count()
+            if overlap is not None
+        ]
+        for merge, overlap in found:
+            self.record.add(merge.output_weight.name, overlap, {})
+        total = self.record.overlap()
+        for merge, overlap in found:
+            rescaling = rescaling_by_agent(total, merge.parameters)
+            self.record.add(merge.output_weight.name, overlap, rescaling)
+        log_agents(self.record.report())
+        return total
 
-    def _run(self, counting: Sequence[CountOverlap]) -> list[Optional[GroupOverlap]]:
+    def _count(self) -> list[tuple[CountOverlap, Optional[GroupOverlap]]]:
+        counting = [CountOverlap(merge=merge) for merge in self.merges]
         options = self.options
         if options.multi_gpu:
             executor = MultiGPUExecutor(
                 counting, storage_device=None if options.low_cpu_memory else "cpu"
             )
-            return [found for _, found in executor.run(quiet=options.quiet)]
+            return list(executor.run(quiet=options.quiet))
         executor = Executor(
             counting,
             math_device=options.device,
             storage_device=options.device if options.low_cpu_memory else "cpu",
         )
-        run = executor.run(quiet=options.quiet, desc="Measuring overlap")
-        return [found for _, found in run]
+        return list(executor.run(quiet=options.quiet, desc="Measuring overlap"))
 
 
-class MergeByModelRatio(ExecuteMergeMethodTask):
-    """A merge whose rescaling comes from the overlap of the whole model."""
+class RamMerge(ExecuteMergeMethodTask, Task[torch.Tensor]):
+    """A merge that takes its place in the record, by a model-wide ratio if there is one.
 
-    overlap: MeasureOverlap
+    mergekit's task is a ``Task[Optional[Tensor]]`` only, which recent pydantic does not let its own in-memory
+    plan (``ReturnTensor``, used by ``mergekit-evolve``) hold; this one is both.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    record: MergeRecord
+    overlap: Optional[MeasureOverlap] = None
 
     def arguments(self) -> dict[str, Task]:
-        return {**super().arguments(), "overlap": self.overlap}
+        arguments = super().arguments()
+        if self.overlap is not None:
+            arguments["overlap"] = self.overlap
+        return arguments
 
     def execute(
-        self, tensors: dict[ModelReference, torch.Tensor], overlap: GroupOverlap
+        self,
+        tensors: dict[ModelReference, torch.Tensor],
+        overlap: Optional[GroupOverlap] = None,
     ) -> Optional[torch.Tensor]:
-        rescaling = rescaling_by_agent(overlap, self.parameters)
-        task = _with_parameter(self, RESCALING, rescaling)
-        return ExecuteMergeMethodTask.execute(task, tensors)
+        if overlap is None:
+            note = functools.partial(self.record.add, self.output_weight.name)
+            extra = {NOTE: note}
+        else:
+            extra = {RESCALING: rescaling_by_agent(overlap, self.parameters)}
+        return _execute_with(self, tensors, extra)
 
 
-def merge_by_model_ratio(
-    merges: Sequence[ExecuteMergeMethodTask], options: MergeOptions
-) -> list[MergeByModelRatio]:
-    """The same merges, rescaled by the ratio over all of them."""
-    overlap = MeasureOverlap(merges=tuple(merges), options=options)
-    return [
-        MergeByModelRatio.model_construct(**dict(merge), overlap=overlap)
-        for merge in merges
-    ]
+class WriteReport(Task[Report]):
+    """``ram_report.json`` beside a model whose tensors are all written."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    out_path: str
+    finalize: FinalizeModel
+    record: MergeRecord
+
+    def arguments(self) -> dict[str, Task]:
+        return {"_finalized": self.finalize}
+
+    def main_thread_only(self) -> bool:
+        return True
+
+    def execute(self, _finalized: None) -> Report:
+        report = self.record.report()
+        report.write(self.out_path)
+        return report
 
 
-def _with_parameter(
-    task: ExecuteMergeMethodTask, name: str, value: Any
-) -> ExecuteMergeMethodTask:
-    parameters = {**dict(task.parameters.items()), name: value}
-    return task.model_copy(update={"parameters": ImmutableMap(parameters)})
+def recorded_merges(
+    merges: Sequence[ExecuteMergeMethodTask], record: MergeRecord
+) -> list[RamMerge]:
+    """The same merges, noting the overlap they meet."""
+    return [RamMerge(**dict(merge), record=record) for merge in merges]
 
 
-def _log(overlap: GroupOverlap, merges: Sequence[ExecuteMergeMethodTask]) -> None:
-    settings = {
-        tuple(merge.parameters[name] for name in ("r", "alpha", "ratio"))
-        for merge in merges
-    }
-    counts = overlap.counts
-    for i, agent in enumerate(overlap.agents):
-        shared, unique = counts.shared[i], counts.unique[i]
+def merges_by_model_ratio(
+    merges: Sequence[ExecuteMergeMethodTask],
+    record: MergeRecord,
+    options: MergeOptions,
+) -> list[RamMerge]:
+    """The same merges, rescaled by the ratio over all of them, which is measured first."""
+    overlap = MeasureOverlap(merges=tuple(merges), options=options, record=record)
+    return [RamMerge(**dict(merge), record=record, overlap=overlap) for merge in merges]
+
+
+def log_agents(report: Report) -> None:
+    """One line an agent, at INFO."""
+    for agent in report.agents:
         LOG.info(
-            "%s changed %d of %d elements: %d unique, %d shared",
-            agent,
-            counts.changed[i],
-            counts.total,
-            unique,
-            shared,
+            "%s changed %d of %d elements: %d unique, %d shared; overlap-unique ratio %.6g, "
+            "unique updates rescaled by %s",
+            agent.model,
+            agent.changed,
+            agent.total,
+            agent.unique,
+            agent.shared,
+            agent.rho,
+            " to ".join(f"{factor:.6g}" for factor in sorted(set(agent.lambda_range))),
         )
-        for r, alpha, kind in sorted(settings):
-            rho = overlap_ratio(shared, unique, alpha=alpha, kind=kind)
-            LOG.info(
-                "%s: overlap-unique ratio %.6g, rescaling %.6g (r=%g, alpha=%g, ratio=%s)",
-                agent,
-                rho,
-                1 + r * min(rho, alpha),
-                r,
-                alpha,
-                kind,
-            )
+
+
+def _execute_with(
+    task: ExecuteMergeMethodTask,
+    tensors: dict[ModelReference, torch.Tensor],
+    extra: dict[str, Any],
+) -> Any:
+    """Run a merge as mergekit does, with more parameters bound than the recipe's."""
+    parameters = ImmutableMap({**dict(task.parameters.items()), **extra})
+    bound = task.model_copy(update={"parameters": parameters})
+    return ExecuteMergeMethodTask.execute(bound, tensors)
