@@ -1,0 +1,565 @@
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mergekit_ram.kernel import Agent, Rule, count, merge, merge_and_count
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+DTYPES = (BF16, F16, F32, F64)
+LAYOUTS = ("contiguous", "transposed", "strided", "expanded")
+BLOCKS = (None, 1, 3, 7, 64)
+
+
+def examples(number: int) -> settings:
+    return settings(max_examples=number, derandomize=True, deadline=None, database=None)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One merge. ``exact`` where every sum and product that a decision hangs on is exact in float32."""
+
+    base: torch.Tensor
+    agents: list[Agent]
+    rule: Rule
+    exact: bool
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.base, *(agent.tensor for agent in self.agents)]
+
+    def expected(self) -> oracle.Merged:
+        base, *agents = map(as_array, self.tensors)
+        return oracle.ram(
+            base,
+            agents,
+            epsilon=self.rule.epsilon,
+            weight=[agent.weight for agent in self.agents],
+            normalize=self.rule.normalize,
+            lambda_=self.rule.scale,
+            shared=self.rule.shared,
+            density=[agent.density for agent in self.agents],
+            keep_unique=[agent.keep_unique for agent in self.agents],
+            factors=[agent.rescaling for agent in self.agents],
+        )
+
+    def expected_counts(self) -> oracle.Overlap:
+        base, *agents = map(as_array, self.tensors)
+        return oracle.overlap(
+            base,
+            agents,
+            epsilon=self.rule.epsilon,
+            weight=[agent.weight for agent in self.agents],
+            normalize=self.rule.normalize,
+        )
+
+    def promoted(self) -> torch.dtype:
+        dtypes = [tensor.dtype for tensor in self.tensors]
+        return functools.reduce(torch.promote_types, dtypes)
+
+    def near_epsilon(self) -> bool:
+        """Whether some task vector lies within float32 rounding of epsilon."""
+        base, *agents = map(as_array, self.tensors)
+        weight = [agent.weight for agent in self.agents]
+        tau, _ = oracle.task_vectors(
+            base, agents, weight=weight, normalize=self.rule.normalize
+        )
+        distance = np.abs(np.abs(tau) - self.rule.epsilon)
+        return bool(np.any(distance < 2.0**-21 * np.abs(tau)))
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().double().numpy()
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().view(integer[tensor.dtype.itemsize])
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(bits(one), bits(other))
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def rounding_range(
+    case: Case, expected: oracle.Merged, out: torch.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the float64 evaluation may round to, given the rounding errors of the dtype computed in."""
+    wide = F64 in (case.promoted(), out)
+    steps = len(case.agents) + 8
+    slack = steps * 2.0 ** (-52 if wide else -24) * expected.magnitude
+    if wide and out.itemsize == 2:  # torch converts float64 by way of float32
+        slack += 2.0**-24 * np.abs(expected.value)
+    low = oracle.rounded(expected.value - slack, name(out))
+    return low, oracle.rounded(expected.value + slack, name(out))
+
+
+def assert_merged(
+    result: torch.Tensor, case: Case, out: torch.dtype | None = None
+) -> None:
+    out = out or case.promoted()
+    assert result.dtype == out
+    assert result.shape == case.base.shape
+    assert result.is_contiguous()
+    expected = case.expected()
+    low, high = rounding_range(case, expected, out)
+    got = as_array(result)
+    right = (low <= got) & (got <= high)
+    if not case.exact:
+        right |= expected.contested
+    assert right.all(), (got[~right], expected.value[~right])
+    kept = expected.update == 0 if case.exact else expected.changers == 0
+    kept = torch.as_tensor(kept)
+    assert torch.equal(bits(result)[kept], bits(case.base.to(out))[kept])
+
+
+def assert_counted(counts, expected: oracle.Overlap) -> None:
+    for field in vars(expected):
+        value = np.array(getattr(counts, field))
+        assert np.array_equal(value, getattr(expected, field)), field
+
+
+def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The tensor in other strides; ``expanded`` repeats its first slice."""
+    if tensor.dim() == 0 or layout == "contiguous":
+        return tensor
+    if layout == "transposed":
+        axes = range(tensor.dim())
+        return tensor.permute(*reversed(axes)).contiguous().permute(*reversed(axes))
+    if layout == "strided":
+        room = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1]), 7.0)
+        view = room.to(tensor.dtype)[..., ::2]
+        return view.copy_(tensor)
+    return tensor[:1].expand(tensor.shape)
+
+
+def grid_tensors(rng, shape, sparsities) -> list[np.ndarray]:
+    """Multiples of 2⁻⁶ that fit every dtype: exact sums, many ties, many task vectors exactly epsilon."""
+    base = rng.integers(-64, 65, shape) / 64
+    base = np.where(rng.random(shape) < 0.1, -0.0, base)
+    agents = [base + rng.integers(-3, 4, shape) / 64 for _ in sparsities]
+    return [base, *thinned(rng, base, agents, sparsities)]
+
+
+def tuned_tensors(rng, shape, sparsities) -> list[np.ndarray]:
+    """Weights and small changes as training makes them, across epsilon."""
+    base = rng.normal(0, 0.02, shape)
+    base = np.where(rng.random(shape) < 0.05, -0.0, base)
+    agents = []
+    for _ in sparsities:
+        size = np.exp(rng.uniform(np.log(1e-6), np.log(0.02), shape))
+        agents.append(base + rng.choice([-1, 1], shape) * size)
+    return [base, *thinned(rng, base, agents, sparsities)]
+
+
+def independent_tensors(rng, shape, sparsities) -> list[np.ndarray]:
+    """Agents that have nothing to do with the base."""
+    sizes = rng.choice([0.01, 1.0, 100.0], len(sparsities))
+    base = rng.normal(0, 1, shape)
+    agents = [rng.normal(0, size, shape) for size in sizes]
+    return [base, *thinned(rng, base, agents, sparsities)]
+
+
+def thinned(rng, base, agents, sparsities) -> list[np.ndarray]:
+    return [
+        np.where(rng.random(base.shape) < sparsity, base, agent)
+        for agent, sparsity in zip(agents, sparsities, strict=True)
+    ]
+
+
+SOURCES = {
+    grid_tensors: {
+        "epsilon": (0.0, 1e-5, 1 / 64, 2 / 64, 0.03),
+        # Of a set with both signs, no subset sums to zero.
+        "weights": ((1.0,), (0.5, 1.0, 2.0, 3.0), (0.0, 1.0, 0.5), (-0.25, 8.0)),
+        "density": (0.1, 0.25, 0.5, 0.9, 1.0),
+        "scale": (1.0, 0.5, -2.0, 0.0),
+        "rescaling": (1.0, 1.25, 2.0),
+    },
+    tuned_tensors: {
+        "epsilon": (0.0, 1e-5, 1e-4),
+        "weights": ((1.0,), (0.3, 0.7, 1.9), (0.0, 0.6, 1.1), (-0.3, 11.0)),
+        "density": (0.1, 0.2, 0.3, 0.7, 1.0),
+        "scale": (1.0, 0.7, -1.3),
+        "rescaling": (1.0, 1.02, 1.1),
+    },
+}
+SOURCES[independent_tensors] = SOURCES[tuned_tensors]
+
+
+@st.composite
+def cases(draw, dtypes=DTYPES) -> Case:
+    source = draw(st.sampled_from(list(SOURCES)))
+    values = {key: st.sampled_from(given) for key, given in SOURCES[source].items()}
+    n = draw(st.integers(1, 8))
+    longest, dimensions = draw(
+        st.sampled_from(((1, 0), (90, 1), (9, 2), (5, 3), (4, 4)))
+    )
+    sizes = st.lists(st.integers(0, longest), min_size=dimensions, max_size=dimensions)
+    shape = tuple(draw(sizes))
+    sparsities = draw(
+        st.lists(st.sampled_from((0.0, 0.2, 0.7, 0.95, 1.0)), min_size=n, max_size=n)
+    )
+    dtype = st.sampled_from(dtypes)
+    one_dtype = draw(st.one_of(st.none(), dtype))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    tensors = []
+    for array in source(rng, shape, sparsities):
+        tensor = torch.tensor(array).to(one_dtype or draw(dtype))
+        tensors.append(laid_out(tensor, draw(st.sampled_from(LAYOUTS))))
+    weights = st.sampled_from(draw(values["weights"]))
+    agents = [
+        Agent(
+            tensor,
+            weight=draw(weights),
+            density=draw(values["density"]),
+            keep_unique=draw(st.sampled_from((True, True, False))),
+            rescaling=draw(values["rescaling"]),
+        )
+        for tensor in tensors[1:]
+    ]
+    if draw(st.booleans()):
+        agents = [Agent(tensor) for tensor in tensors[1:]]
+    rule = Rule(
+        epsilon=draw(values["epsilon"]),
+        normalize=draw(st.booleans()),
+        scale=draw(values["scale"]),
+        shared=draw(st.sampled_from(("mean", "ties", "drop"))),
+    )
+    case = Case(tensors[0], agents, rule, exact=source is grid_tensors)
+    assume(case.exact or not case.near_epsilon())
+    return case
+
+
+def realistic(
+    shape=(64, 257), agents: int = 3, dtype=BF16, change: float = 1e-3, seed: int = 0
+) -> Case:
+    """Weights of size 0.02, a third of which every agent changes by ``change`` of their size, ± a factor."""
+    rng = np.random.default_rng(seed)
+    base = torch.tensor(rng.normal(0, 0.02, shape)).to(dtype)
+    tensors = []
+    for _ in range(agents):
+        factor = change * np.clip(rng.normal(0, 1, shape), -2, 2)
+        moved = (as_array(base) * (1 + factor)) * 1.0
+        (tensor,) = thinned(rng, as_array(base), [moved], [0.67])
+        tensors.append(Agent(torch.tensor(tensor).to(dtype)))
+    case = Case(base, tensors, Rule(), exact=False)
+    assert not case.near_epsilon()
+    return case
+
+
+@pytest.mark.parametrize("shared", ["mean", "ties", "drop"])
+@examples(350)
+@given(case=cases(), block=st.sampled_from(BLOCKS))
+def test_merge_is_the_float64_evaluation_rounded(shared, case, block):
+    case = replace(case, rule=replace(case.rule, shared=shared))
+    merged = merge(case.base, case.agents, case.rule, block_elements=block)
+    assert_merged(merged, case)
+
+
+@examples(200)
+@given(cases(), st.sampled_from(DTYPES))
+def test_output_dtype_is_rounded_to_once(case, out):
+    assert_merged(merge(case.base, case.agents, case.rule, out_dtype=out), case, out)
+
+
+@examples(250)
+@given(cases(), st.sampled_from(BLOCKS))
+def test_counts_are_those_of_the_float64_evaluation(case, block):
+    counts = count(case.base, case.agents, case.rule, block_elements=block)
+    assert_counted(counts, case.expected_counts())
+
+
+@examples(150)
+@given(cases(), st.sampled_from(BLOCKS), st.sampled_from((None, *DTYPES)))
+def test_counting_while_merging_changes_neither(case, block, out):
+    call = functools.partial(
+        merge_and_count, case.base, case.agents, case.rule, block_elements=block
+    )
+    merged, counts = call(out_dtype=out)
+    alone = merge(case.base, case.agents, case.rule, out_dtype=out)
+    assert same_bits(merged, alone)
+    assert counts == count(case.base, case.agents, case.rule)
+
+
+@examples(150)
+@given(cases())
+def test_result_does_not_depend_on_the_block_size(case):
+    whole = merge(case.base, case.agents, case.rule)
+    for block in BLOCKS:
+        blocks = merge(case.base, case.agents, case.rule, block_elements=block)
+        assert same_bits(blocks, whole), block
+
+
+@pytest.mark.parametrize("shared", ["mean", "ties", "drop"])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_result_does_not_depend_on_threads_or_default_block(shared, dtype):
+    case = realistic((500, 1601), dtype=dtype, change=0.05)
+    agents = [
+        replace(agent, weight=weight, density=0.4, rescaling=1.03)
+        for agent, weight in zip(case.agents, (0.3, 1.7, 0.9), strict=True)
+    ]
+    rule = Rule(scale=0.7, shared=shared)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for number, block in ((1, None), (2, None), (3, 100_003), (2, 800_500)):
+            torch.set_num_threads(number)
+            merged = merge_and_count(case.base, agents, rule, block_elements=block)
+            results.append(merged)
+    finally:
+        torch.set_num_threads(threads)
+    merged, counts = results[0]
+    for other, other_counts in results[1:]:
+        assert same_bits(other, merged)
+        assert other_counts == counts
+
+
+@examples(150)
+@given(cases(), st.randoms(use_true_random=False))
+def test_agent_order_does_not_matter_beyond_rounding(case, random):
+    order = random.sample(range(len(case.agents)), len(case.agents))
+    agents = [case.agents[i] for i in order]
+    merged, counts = merge_and_count(case.base, agents, case.rule)
+    assert_merged(merged, case)
+    expected = case.expected_counts()
+    assert counts.unique == tuple(expected.unique[order])
+    assert np.array_equal(counts.histogram, expected.histogram[order])
+    assert np.array_equal(counts.pairwise, expected.pairwise[order][:, order])
+
+
+@examples(100)
+@given(cases(), st.sampled_from((None, *DTYPES)))
+def test_inputs_are_not_modified(case, dtype):
+    before = [tensor.clone() for tensor in case.tensors]
+    merge_and_count(case.base, case.agents, case.rule, input_dtype=dtype)
+    for tensor, copy in zip(case.tensors, before, strict=True):
+        assert same_bits(tensor, copy)
+
+
+@examples(150)
+@given(cases(), st.sampled_from(DTYPES), st.sampled_from((None, *DTYPES)))
+def test_inputs_are_rounded_to_the_input_dtype_first(case, dtype, out):
+    agents = [replace(agent, tensor=agent.tensor.to(dtype)) for agent in case.agents]
+    expected = merge_and_count(case.base.to(dtype), agents, case.rule, out_dtype=out)
+    merged, counts = merge_and_count(
+        case.base, case.agents, case.rule, input_dtype=dtype, out_dtype=out
+    )
+    assert same_bits(merged, expected[0])
+    assert counts == expected[1]
+    counted = count(case.base, case.agents, case.rule, input_dtype=dtype)
+    assert out == F64 or counted == counts
+
+
+@pytest.mark.parametrize("base", [0.0, -0.0, 1.0])
+@pytest.mark.parametrize("epsilon", [1e-5, 0.1, 0.3, 2.0**-10, 1.5 * 2.0**-12, 0.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_only_strictly_more_than_epsilon_is_a_change(dtype, epsilon, base):
+    start = torch.tensor(base, dtype=dtype)
+    up = torch.tensor(torch.inf, dtype=dtype)
+    nearest = [start + torch.tensor(v, dtype=dtype) for v in (epsilon, -epsilon)]
+    values = [v for x in nearest for v in (x, x.nextafter(up), x.nextafter(-up))]
+    agent = torch.stack(values)
+    # Exact: a difference of neighbours of the base is, and so is one from zero.
+    tau = as_array(agent) - base
+    changed = np.abs(tau) > epsilon
+    assert changed.any() and not changed.all()
+
+    case = Case(start.expand(6), [Agent(agent)] * 2, Rule(epsilon=epsilon), exact=True)
+    counts = count(case.base, case.agents, case.rule)
+    assert counts.changed == (changed.sum(),) * 2
+    merged = merge(case.base, case.agents, case.rule)
+    assert same_bits(merged, torch.where(torch.tensor(changed), agent, case.base))
+
+
+def test_epsilon_too_small_for_float32_still_lets_the_smallest_change_through():
+    base = torch.zeros(3)
+    agent = torch.tensor([0.0, 2.0**-149, -(2.0**-149)])
+    assert count(base, [Agent(agent)], Rule(epsilon=1e-60)).changed == (2,)
+    assert same_bits(merge(base, [Agent(agent)], Rule(epsilon=1e-60)), agent)
+
+
+def test_epsilon_applies_to_weighted_task_vectors_without_normalization():
+    base = torch.zeros(2)
+    agents = [Agent(torch.tensor([1.0, 4.0]), weight=0.5), Agent(base, weight=9.0)]
+    rule = Rule(epsilon=0.5, normalize=False)
+    assert merge(base, agents, rule).tolist() == [0.0, 2.0]
+    assert count(base, agents, rule).changed == (1, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared", ["mean", "ties", "drop"])
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+@pytest.mark.parametrize("weight", [1.0, -0.3])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("keep_unique", [True, False])
+def test_inactive_elements_keep_the_bits_of_the_base(
+    dtype, shared, scale, weight, normalize, keep_unique
+):
+    base = torch.tensor([-0.0, 0.0, 1e-7, -1e-7, 0.3, -0.0]).to(dtype)
+    moved = base.clone()
+    moved[-1] = 1.0
+    nudged = base + torch.tensor([5e-6, -5e-6, 0, 0, 0, 0]).to(dtype)
+    agents = [
+        Agent(moved, density=0.5, rescaling=1.1),
+        Agent(nudged, weight=weight, density=0.5, keep_unique=keep_unique),
+        Agent(moved, keep_unique=keep_unique),
+    ]
+    rule = Rule(scale=scale, shared=shared, normalize=normalize)
+    for chosen in (agents, agents[:2], agents[1:], agents[1:2]):
+        for out in DTYPES:
+            merged = merge(base, chosen, rule, out_dtype=out)
+            assert same_bits(merged[:-1], base.to(out)[:-1])
+
+
+@pytest.mark.parametrize("shared", ["drop", "ties", "mean"])
+def test_updates_that_are_dropped_or_cancel_keep_the_bits_of_the_base(shared):
+    base = torch.tensor([-0.0, -0.0])
+    agents = [
+        Agent(torch.tensor([1.0, 2.0]), keep_unique=False),
+        Agent(torch.tensor([-1.0, -0.0])),
+    ]
+    for scale in (1.0, -1.0):
+        merged = merge(base, agents, Rule(shared=shared, scale=scale))
+        assert same_bits(merged, base)
+
+
+@pytest.mark.parametrize("shared", ["mean", "ties"])
+def test_elements_changed_only_by_agents_of_no_weight(shared):
+    base = torch.full((3,), 0.5)
+    idle = [
+        Agent(torch.tensor([2.0, 2.0, 0.5]), weight=0.0),
+        Agent(torch.tensor([2.0, 0.5, 0.5]), weight=0.0),
+    ]
+    merged = merge(base, [*idle, Agent(base + 1)], Rule(shared=shared))
+    assert merged.tolist() == [1.5, 1.5, 1.5]
+    merged = merge(base, [*idle, Agent(base)], Rule(shared=shared))
+    assert merged.tolist() == [0.5, 2.0, 0.5]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("change", [1e-3, 0.02, 0.25])
+@pytest.mark.parametrize("shared", ["mean", "ties", "drop"])
+@pytest.mark.parametrize("plain", [True, False])
+def test_16_bit_results_are_within_half_an_ulp(dtype, change, shared, plain):
+    case = realistic(agents=5, dtype=dtype, change=change)
+    if not plain:
+        agents = [
+            replace(agent, weight=0.1 + 0.3 * i, density=0.3, rescaling=1 + 0.01 * i)
+            for i, agent in enumerate(case.agents)
+        ]
+        case = replace(case, agents=agents, rule=Rule(scale=0.9))
+    case = replace(case, rule=replace(case.rule, shared=shared))
+    expected = case.expected()
+    error = as_array(merge(case.base, case.agents, case.rule)) - expected.value
+    ulps = np.abs(error) / oracle.ulp(expected.value, name(dtype))
+    assert expected.contested.mean() < 0.2
+    assert ulps[~expected.contested].max() <= 0.51
+
+
+@pytest.mark.parametrize("shared", ["mean", "ties", "drop"])
+def test_float32_weights_are_rounded_to_bfloat16_once(shared):
+    case = realistic((300, 300), dtype=F32, change=0.05)
+    case = replace(case, rule=Rule(shared=shared))
+    expected = case.expected()
+    low, high = rounding_range(case, expected, BF16)
+    decided = (low == high) & ~expected.contested
+    assert decided.mean() > 0.998
+    merged = merge(case.base, case.agents, case.rule, out_dtype=BF16)
+    assert np.array_equal(
+        as_array(merged)[decided], oracle.rounded(expected.value, "bfloat16")[decided]
+    )
+
+
+@examples(100)
+@given(cases(dtypes=(F64,)))
+def test_float64_weights_are_merged_in_float64(case):
+    expected = case.expected()
+    assert expected.value.shape == case.base.shape
+    error = np.abs(as_array(merge(case.base, case.agents, case.rule)) - expected.value)
+    assert np.all((error <= 1e-14 * expected.magnitude) | expected.contested)
+
+
+def test_one_float64_agent_is_enough_for_float64():
+    base = torch.zeros(1)
+    agents = [Agent(torch.tensor([1 + 2.0**-40], dtype=F64)), Agent(base)]
+    assert merge(base, agents).item() == 1 + 2.0**-40
+
+
+def test_result_carries_no_graph():
+    case = realistic((8, 8))
+    agents = [
+        replace(agent, tensor=agent.tensor.clone().requires_grad_())
+        for agent in case.agents
+    ]
+    base = case.base.clone().requires_grad_()
+    for block in (None, 3):
+        merged, counts = merge_and_count(base, agents, block_elements=block)
+        assert not merged.requires_grad
+        assert same_bits(merged, merge(case.base, case.agents))
+        assert counts == count(base, agents)
+
+
+@pytest.mark.parametrize("call", [merge, merge_and_count, count])
+@pytest.mark.parametrize(
+    "base, agent, message",
+    [
+        (torch.zeros(4, dtype=torch.int8), torch.zeros(4), "torch.int8"),
+        (torch.zeros(4), torch.zeros(4, dtype=torch.int64), "torch.int64"),
+        (torch.zeros(4, 3), torch.zeros(3, 4), r"\(4, 3\).*\(3, 4\)"),
+        (torch.zeros(4), torch.zeros(1), r"\(4,\).*\(1,\)"),
+        (torch.zeros(()), torch.zeros(1), r"\(\).*\(1,\)"),
+        (torch.zeros(4), torch.zeros(4, device="meta"), "cpu.*meta"),
+    ],
+)
+def test_tensors_that_cannot_be_merged_are_refused(call, base, agent, message):
+    for agents in ([Agent(agent)], [Agent(torch.zeros_like(base)), Agent(agent)]):
+        with pytest.raises(ValueError, match=message):
+            call(base, agents)
+
+
+PEAK_MEMORY = """
+import torch
+from mergekit_ram.kernel import Agent, Rule, merge_and_count
+
+torch.set_num_threads(1)
+
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+def tensors(elements):
+    return [torch.full((elements,), 1 + i, dtype=torch.bfloat16) for i in range(4)]
+
+rule = Rule(shared="{shared}", scale=0.5)
+base, *agents = tensors(1 << 20)
+merge_and_count(base, [Agent(agent) for agent in agents], rule)
+base, *agents = tensors(1 << 24)
+before = peak()
+merge_and_count(base, [Agent(agent) for agent in agents], rule)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("shared", ["mean", "ties", "drop"])
+def test_memory_beyond_the_output_does_not_grow_with_the_tensor(shared):
+    program = PEAK_MEMORY.format(shared=shared)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    output = 32
+    assert float(run.stdout) < output + 24
