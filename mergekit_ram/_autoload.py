@@ -12,6 +12,7 @@ import sys
 _HOOKS = {
     "mergekit.merge_methods": "register_methods",
     "mergekit.plan": "extend_planner",
+    "mergekit.merge": "extend_merge",
     "mergekit.scripts.merge_raw_pytorch": "extend_raw_pytorch",
     "mergekit.evo.genome": "extend_genome",
 }

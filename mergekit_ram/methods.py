@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import click
 import torch
 from mergekit.merge_methods.base import (
     BasePolicy,
@@ -43,22 +45,18 @@ NOTE = "note"
 _MOST_SIGNED_WEIGHTS = 16
 
 
-class ParameterError(ValueError):
-    """A recipe's parameter that no merge can use. The message names parameter, value and, once known, tensor."""
+class MergeError(click.ClickException, ValueError):
+    """What a person who merges can put right. mergekit's commands show its message, not a traceback."""
+
+    def __str__(self) -> str:
+        return self.message
 
 
-class Parameter(ParameterSpec):
-    """A parameter whose refusals name it."""
-
-    def validate(self, value: Any) -> Any:
-        try:
-            return super().validate(value)
-        except ValidationError as error:
-            reason = error.errors()[0]["msg"].replace("Input should", "should")
-            raise ParameterError(f"{self.name}: {value!r} {reason}") from None
+class ParameterError(MergeError):
+    """Parameters that no merge can use. The message names parameter, value and tensor."""
 
 
-class NonFiniteWeightsError(ValueError):
+class NonFiniteWeightsError(MergeError):
     """NaN or infinity in a model's weights. The message names models, tensor and counts."""
 
     def __init__(self, tensor: str | None, counts: Mapping[Hashable, int]):
@@ -67,6 +65,62 @@ class NonFiniteWeightsError(ValueError):
             f"NaN or infinity in {tensor or 'an unnamed tensor'}: {found}. The checkpoint is damaged or "
             "overflowed; replace it, or set non_finite: ignore to merge it as it is"
         )
+
+
+class Refusals:
+    """What is wrong with the parameters of the tensors of a merge, found while they are bound.
+
+    While one collects, a refused value is noted and its parameter's default bound in its place, so that binding
+    goes on and every refusal is found.
+
+    Attributes:
+        tensor: the one whose parameters are being bound.
+    """
+
+    _collecting: ContextVar[Refusals | None] = ContextVar("refusals", default=None)
+
+    def __init__(self) -> None:
+        self.tensor = "an unnamed tensor"
+        self._tensors: dict[str, list[str]] = {}
+
+    @classmethod
+    def current(cls) -> Refusals | None:
+        """The one that collects in this thread."""
+        return cls._collecting.get()
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[None]:
+        token = self._collecting.set(self)
+        try:
+            yield
+        finally:
+            self._collecting.reset(token)
+
+    def note(self, refusal: str) -> None:
+        tensors = self._tensors.setdefault(refusal, [])
+        if self.tensor not in tensors[-1:]:
+            tensors.append(self.tensor)
+
+    def __iter__(self) -> Iterator[str]:
+        for refusal, tensors in self._tensors.items():
+            more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+            yield f"{refusal} (in {tensors[0]}{more})"
+
+
+class Parameter(ParameterSpec):
+    """A parameter whose refusals name it, and can be collected."""
+
+    def validate(self, value: Any) -> Any:
+        try:
+            return super().validate(value)
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].replace("Input should", "should")
+        refusal = f"{self.name}: {value!r} {reason}"
+        refusals = Refusals.current()
+        if refusals is None:
+            raise ParameterError(refusal)
+        refusals.note(refusal)
+        return self.default
 
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -194,42 +248,38 @@ def rescaling_by_agent(
     return dict(zip(overlap.agents, factors))
 
 
-@functools.lru_cache(maxsize=256)
-def check_weights(
+def weights_refusal(
     weights: tuple[float, ...], *, normalize: bool, shared: kernel.SharedMode
-) -> None:
-    """Refuse weights that can leave Σw of Σwτ/Σw at zero.
+) -> str | None:
+    """Why the weights cannot be used, if they can leave Σw of Σwτ/Σw at zero.
 
     Shared updates are divided by the weights of the agents that made them, which may be any two or more. Agents
     of weight 0 among others are fine: they add nothing, and an element that only they changed keeps the base.
-
-    Raises:
-        ParameterError: all weights, or some that are not all 0, sum to zero.
     """
     if not normalize or shared == "drop" or len(weights) < 2:
-        return
+        return None
+    return _vanishing_sum(weights)
+
+
+@functools.lru_cache(maxsize=256)
+def _vanishing_sum(weights: tuple[float, ...]) -> str | None:
     listed = ", ".join(f"{weight:g}" for weight in weights)
     remedy = "use normalize: false, or weights that do not cancel"
-    if not any(weights):
-        raise ParameterError(
-            f"weight: all are 0 ({listed}), so there is nothing to normalize by; {remedy}"
-        )
     signed = [weight for weight in weights if weight != 0]
+    if not signed:
+        return f"weight: all are 0 ({listed}), so there is nothing to normalize by; {remedy}"
     if min(signed) > 0 or max(signed) < 0:
-        return
+        return None
     if len(signed) > _MOST_SIGNED_WEIGHTS:
-        raise ParameterError(
-            f"weight: {len(signed)} weights of both signs cannot be normalized; {remedy}"
-        )
+        return f"weight: {len(signed)} weights of both signs cannot be normalized; {remedy}"
     tolerance = 1e-6 * max(map(abs, signed))
     sums = [0.0]
     for weight in signed:
         longer = [total + weight for total in sums]
         if any(abs(total) <= tolerance for total in longer):
-            raise ParameterError(
-                f"weight: some of {listed} sum to 0, which shared elements divide by; {remedy}"
-            )
+            return f"weight: some of {listed} sum to 0, which shared elements divide by; {remedy}"
         sums += longer
+    return None
 
 
 def _rule(parameters: Mapping[str, Any]) -> kernel.Rule:

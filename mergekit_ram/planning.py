@@ -5,12 +5,11 @@ Each function first checks what it relies on and, where that has changed, says w
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -26,8 +25,9 @@ from mergekit_ram.methods import (
     RESCALING,
     ParameterError,
     RamMethod,
-    check_weights,
+    Refusals,
     rescaling_by_agent,
+    weights_refusal,
 )
 from mergekit_ram.overlap import GroupOverlap, sum_overlaps
 from mergekit_ram.report import MergeRecord
@@ -76,14 +76,17 @@ class RegisteredMethod(MergeMethod):
         self, group: TensorGroup, *supplied: Any
     ) -> dict[str, Any]:
         """Bind for a direct call, whose groups are all there is: a model-wide ratio is over them."""
-        problems = Problems(self.spec.name)
-        with problems.of(group.metadata.name or "an unnamed tensor"):
+        refusals = Refusals()
+        refusals.tensor = group.metadata.name or refusals.tensor
+        with refusals.collect():
             values = super()._bind_group_parameters(group, *supplied)
-            _check(values, values["weight"].values())
-            if self.method.ratio_scope == "model":
-                values[RESCALING] = None
-            return values
-        problems.raise_any()
+        _note_weights(refusals, values, values["weight"].values())
+        found = list(refusals)
+        if found:
+            raise ParameterError(f"merge method {self.spec.name}: {'; '.join(found)}")
+        if self.method.ratio_scope == "model":
+            values[RESCALING] = None
+        return values
 
     def _execute(
         self,
@@ -127,32 +130,6 @@ class RegisteredMethod(MergeMethod):
         return self.method.count_group(group, values, input_dtype=input_dtype)
 
 
-class Problems:
-    """What is wrong with a recipe's parameters, gathered over the tensors of a merge."""
-
-    def __init__(self, method: str):
-        self.method = method
-        self._tensors: dict[str, list[str]] = {}
-
-    @contextlib.contextmanager
-    def of(self, tensor: str) -> Iterator[None]:
-        """Take note of a refusal of the tensor's parameters, and go on."""
-        try:
-            yield
-        except ParameterError as error:
-            self._tensors.setdefault(str(error), []).append(tensor)
-
-    def raise_any(self) -> None:
-        """Raise all that was noted as one error."""
-        if not self._tensors:
-            return
-        lines = [f"merge_method {self.method} cannot use these parameters:"]
-        for problem, tensors in self._tensors.items():
-            more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-            lines.append(f"  {problem} (in {tensors[0]}{more})")
-        raise ParameterError("\n".join(lines))
-
-
 def extend_planner(module: ModuleType) -> None:
     """Have the planner check parameters, round once and measure a model-wide ratio, for the methods of ours.
 
@@ -160,7 +137,7 @@ def extend_planner(module: ModuleType) -> None:
         module: ``mergekit.plan``.
     """
     planner = module.MergePlanner
-    if hasattr(planner, "mergekit_ram_problems"):
+    if hasattr(planner, "mergekit_ram_record"):
         return
     _require_parameters(planner, "_plan", [])
     _require_parameters(planner, "plan_tensor", ["weight"])
@@ -176,15 +153,16 @@ def extend_planner(module: ModuleType) -> None:
             return plan(self)
         # Planning rewrites the configuration, so take the recipe before.
         recipe = self.config.model_dump(mode="json", exclude_defaults=True)
-        self.mergekit_ram_problems = problems = Problems(method.spec.name)
-        plan(self)
+        refusals = Refusals()
+        with refusals.collect():
+            plan(self)
         weights = [weight for weight, _ in self._tensors]
         merges = [
             _round_once(task, weight.force_dtype or self.config.out_dtype)
             for weight, task in self._tensors
         ]
-        _check_merges(merges, problems)
         record = _record(method, merges, self.config.base_model, recipe)
+        _require_mergeable(merges, refusals, record, self.config.dtype)
         merges = _extended_merges(method, merges, record, self.options)
         self._tensors = list(zip(weights, merges))
         self.mergekit_ram_record = record
@@ -196,14 +174,37 @@ def extend_planner(module: ModuleType) -> None:
 
     @functools.wraps(plan_tensor)
     def extended_plan_tensor(self, weight, *args, **kwargs) -> None:
-        problems = self.mergekit_ram_problems
-        noting = problems.of(weight.name) if problems else contextlib.nullcontext()
-        with noting:
-            plan_tensor(self, weight, *args, **kwargs)
+        _name_tensor(weight.name)
+        plan_tensor(self, weight, *args, **kwargs)
 
-    planner.mergekit_ram_problems = planner.mergekit_ram_record = None
+    planner.mergekit_ram_record = None
     planner._plan, planner.plan_tensor = extended_plan, extended_plan_tensor
     planner.plan_to_disk = extended_plan_to_disk
+
+
+def extend_merge(module: ModuleType) -> None:
+    """Check a recipe first, let the output appear only when it is whole, and describe the agents in its card.
+
+    Args:
+        module: ``mergekit.merge``.
+    """
+    _require_parameters(module, "run_merge", ["merge_config", "out_path", "options"])
+    run_merge = module.run_merge
+    if hasattr(run_merge, "__wrapped__"):
+        return
+
+    @functools.wraps(run_merge)
+    def extended_run_merge(merge_config, out_path, options, *args, **kwargs) -> None:
+        if merge_config.merge_method not in _BY_NAME:
+            return run_merge(merge_config, out_path, options, *args, **kwargs)
+        from mergekit_ram import check, output
+
+        check.require_mergeable(merge_config, options, out_path)
+        with output.staged_output(out_path) as staging:
+            run_merge(merge_config, staging, options, *args, **kwargs)
+            output.add_card_section(staging)
+
+    module.run_merge = extended_run_merge
 
 
 def extend_raw_pytorch(module: ModuleType) -> None:
@@ -220,19 +221,18 @@ def extend_raw_pytorch(module: ModuleType) -> None:
 
     @functools.wraps(plan)
     def extended_plan(config, out_path, tensor_union, tensor_intersection, options):
-        targets = plan(config, out_path, tensor_union, tensor_intersection, options)
+        arguments = (config, out_path, tensor_union, tensor_intersection, options)
         method = _BY_NAME.get(config.merge_method)
         if method is None:
-            return targets
+            return plan(*arguments)
+        refusals = Refusals()
+        with refusals.collect():
+            targets = plan(*arguments)
         *saves, finalize = targets
         merges = [save.tensor_task for save in saves]
-        _check_merges(merges, Problems(method.spec.name))
-        record = _record(
-            method,
-            merges,
-            config.base_model,
-            config.model_dump(mode="json", exclude_defaults=True),
-        )
+        recipe = config.model_dump(mode="json", exclude_defaults=True)
+        record = _record(method, merges, config.base_model, recipe)
+        _require_mergeable(merges, refusals, record, config.dtype)
         merges = _extended_merges(method, merges, record, options)
         saves = [
             save.model_copy(update={"tensor_task": merge})
@@ -243,10 +243,8 @@ def extend_raw_pytorch(module: ModuleType) -> None:
 
     @functools.wraps(bind)
     def extended_bind(config, merge_method, tensor_name):
-        problems = Problems(config.merge_method)
-        with problems.of(tensor_name):
-            return bind(config, merge_method, tensor_name)
-        problems.raise_any()
+        _name_tensor(tensor_name)
+        return bind(config, merge_method, tensor_name)
 
     module.plan_flat_merge, module.construct_param_dicts = extended_plan, extended_bind
 
@@ -316,20 +314,39 @@ def _round_once(task: Any, name: str | None) -> Any:
     return task.model_copy(update={"out_dtype": name})
 
 
-def _check_merges(merges: Sequence[Any], problems: Problems) -> None:
-    """Refuse parameters, all at once, before a weight is read."""
+def _require_mergeable(
+    merges: Sequence[Any], refusals: Refusals, record: MergeRecord, dtype: str | None
+) -> None:
+    """Refuse what planning can show to be wrong, all at once, before a weight is read."""
+    from mergekit_ram import check
+
     for merge in merges:
-        with problems.of(merge.output_weight.name):
-            agents = [model for model in merge.model_order if model != merge.base_model]
-            weights = [merge.input_parameters[agent]["weight"] for agent in agents]
-            _check(merge.parameters, weights)
-    problems.raise_any()
+        refusals.tensor = merge.output_weight.name
+        agents = [model for model in merge.model_order if model != merge.base_model]
+        weights = [merge.input_parameters[agent]["weight"] for agent in agents]
+        _note_weights(refusals, merge.parameters, weights)
+    problems = [check.parameter_problem(refusal) for refusal in refusals]
+    checkpoints = check.PlannedCheckpoints()
+    problems += check.tensor_problems(merges, checkpoints)
+    if problems:
+        raise check.RecipeError(record.method, problems)
+    record.warn(*check.rounding_warnings(record.agents, checkpoints, dtype))
 
 
-def _check(parameters: Mapping[str, Any], weights: Iterable[float]) -> None:
-    check_weights(
+def _note_weights(
+    refusals: Refusals, parameters: Mapping[str, Any], weights: Iterable[float]
+) -> None:
+    refusal = weights_refusal(
         tuple(weights), normalize=parameters["normalize"], shared=parameters["shared"]
     )
+    if refusal:
+        refusals.note(refusal)
+
+
+def _name_tensor(name: str) -> None:
+    refusals = Refusals.current()
+    if refusals is not None:
+        refusals.tensor = name
 
 
 def _require(condition: bool, what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import os
 import re
 import threading
@@ -19,8 +20,12 @@ from mergekit_ram.overlap import (
     sum_overlaps,
 )
 
+LOG = logging.getLogger("mergekit_ram")
+
 FILE_NAME = "ram_report.json"
 SCHEMA_VERSION = 1
+# An agent that changed a greater part of the elements has a dense task vector.
+DENSE = 0.9
 
 
 class AgentReport(BaseModel):
@@ -72,6 +77,48 @@ class Report(BaseModel):
     module_types: list[PartReport]
     warnings: list[str] = []
 
+    def advice(self) -> list[str]:
+        """What a person who merges these agents should know, a sentence or two each."""
+        if not any(agent.changed for agent in self.agents):
+            return [
+                "no agent changed any element by more than epsilon, so the merged model is the base. Lower "
+                "epsilon, and look whether a 16-bit dtype rounds the updates away"
+            ]
+        advice = []
+        for agent in self.agents:
+            if agent.total and not agent.changed:
+                advice.append(
+                    f"{agent.model} does not differ from the base by more than epsilon, so it adds nothing. Is it "
+                    "the right checkpoint?"
+                )
+            if agent.changed > DENSE * agent.total:
+                advice.append(
+                    f"{agent.model} changed {agent.changed / agent.total:.0%} of the elements: a dense task vector, "
+                    "as of a merged LoRA or supervised fine-tuning, which RAM little more than averages. Try a "
+                    "larger epsilon, or ties or dare_ties"
+                )
+        return advice
+
+    def to_markdown(self) -> str:
+        """A section for a model card."""
+        lines = [
+            "### Reinforced Agent Merging",
+            "",
+            f"Of {self.total:,} elements each agent changed some; updates that only one agent made are kept and "
+            "rescaled by λ, updates of several agents are combined.",
+            "",
+            "| agent | changed | unique | shared | overlap-unique ratio ρ | λ |",
+            "| --- | ---: | ---: | ---: | ---: | ---: |",
+        ]
+        for agent in self.agents:
+            share = agent.changed / agent.total if agent.total else 0
+            factors = " – ".join(f"{f:.4g}" for f in dict.fromkeys(agent.lambda_range))
+            lines.append(
+                f"| {agent.model} | {agent.changed:,} ({share:.1%}) | {agent.unique:,} | {agent.shared:,} "
+                f"| {agent.rho:.4g} | {factors} |"
+            )
+        return "\n".join(lines) + "\n"
+
     def to_json(self) -> str:
         return self.model_dump_json(by_alias=True, indent=2)
 
@@ -117,8 +164,15 @@ class MergeRecord:
         self.agents = tuple(agents)
         self.ratio = ratio
         self.alpha = alpha
+        self.warnings: list[str] = []
         self._tensors: dict[str, tuple[GroupOverlap, Rescaling]] = {}
         self._lock = threading.Lock()
+
+    def warn(self, *warnings: str) -> None:
+        """Log warnings once, and keep them for the report."""
+        for warning in warnings:
+            LOG.warning(warning)
+        self.warnings += warnings
 
     def add(self, tensor: str, overlap: GroupOverlap, rescaling: Rescaling) -> None:
         with self._lock:
@@ -131,7 +185,7 @@ class MergeRecord:
     def _sum(self, names: Iterable[str]) -> GroupOverlap:
         return sum_overlaps((self._tensors[name][0] for name in names), self.agents)
 
-    def report(self, warnings: Iterable[str] = ()) -> Report:
+    def report(self) -> Report:
         """The report of what was added so far."""
         counts = self.overlap().counts
         agents = []
@@ -173,7 +227,7 @@ class MergeRecord:
             sign_conflicts=counts.sign_conflicts,
             layers=self._parts(layer_of),
             module_types=self._parts(module_type_of),
-            warnings=list(warnings),
+            warnings=self.warnings,
         )
 
     def _parts(self, name_of: Callable[[str], str]) -> list[PartReport]:

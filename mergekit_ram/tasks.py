@@ -9,7 +9,6 @@ outer graph still falls into one island per tensor for mergekit's multi-GPU exec
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -29,9 +28,7 @@ from mergekit_ram.methods import (
     rescaling_by_agent,
 )
 from mergekit_ram.overlap import GroupOverlap
-from mergekit_ram.report import MergeRecord, Report
-
-LOG = logging.getLogger("mergekit_ram")
+from mergekit_ram.report import LOG, MergeRecord, Report
 
 
 class CountOverlap(Task[Optional[GroupOverlap]]):
@@ -155,6 +152,7 @@ class WriteReport(Task[Report]):
         return True
 
     def execute(self, _finalized: None) -> Report:
+        self.record.warn(*self.record.report().advice())
         report = self.record.report()
         report.write(self.out_path)
         return report
@@ -164,7 +162,7 @@ def recorded_merges(
     merges: Sequence[ExecuteMergeMethodTask], record: MergeRecord
 ) -> list[RamMerge]:
     """The same merges, noting the overlap they meet."""
-    return [RamMerge(**dict(merge), record=record) for merge in merges]
+    return [RamMerge.model_construct(**dict(merge), record=record) for merge in merges]
 
 
 def merges_by_model_ratio(
@@ -174,7 +172,10 @@ def merges_by_model_ratio(
 ) -> list[RamMerge]:
     """The same merges, rescaled by the ratio over all of them, which is measured first."""
     overlap = MeasureOverlap(merges=tuple(merges), options=options, record=record)
-    return [RamMerge(**dict(merge), record=record, overlap=overlap) for merge in merges]
+    return [
+        RamMerge.model_construct(**dict(merge), record=record, overlap=overlap)
+        for merge in merges
+    ]
 
 
 def log_agents(report: Report) -> None:

@@ -1,0 +1,531 @@
+"""Everything that configs, indexes and safetensors headers can show to be wrong with a recipe, before a weight is read.
+
+Problems are gathered, not raised one by one, and come as one ``RecipeError``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mergekit.architecture import get_architecture_info
+from mergekit.architecture.conversion import can_convert_checkpoint_keys
+from mergekit.common import ModelReference, dtype_from_name
+from mergekit.config import MergeConfiguration
+from mergekit.io.tasks import LoaderCache, LoadTensor
+from mergekit.merge_methods.task_adapter import (
+    ExecuteMergeMethodTask,
+    TensorDictWrapper,
+)
+from mergekit.options import MergeOptions
+from mergekit.plan import MergePlanner
+from mergekit.tokenizer import PermutedVocabulary
+from mergekit.tokenizer.truncate import TruncatedVocabulary
+
+from mergekit_ram.checkpoint import Checkpoint, some, stored_bytes
+from mergekit_ram.methods import MergeError
+
+RECIPE = "recipe"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that keeps a recipe from being merged.
+
+    Attributes:
+        where: the model, or ``recipe``.
+        what: what is wrong, with the tensors it is wrong with.
+        remedy: what the user can do.
+    """
+
+    where: str
+    what: str
+    remedy: str
+
+
+class RecipeError(MergeError):
+    """A recipe that cannot be merged. The message lists every problem found.
+
+    Attributes:
+        problems: the same, one by one.
+    """
+
+    def __init__(self, method: str, problems: Iterable[Problem]):
+        self.method = method
+        self.problems = tuple(dict.fromkeys(problems))
+        super().__init__("\n".join(self._lines()))
+
+    def _lines(self) -> Iterator[str]:
+        number = len(self.problems)
+        yield (
+            f"merge_method {self.method} cannot merge this recipe: "
+            f"{number} problem{'s' if number != 1 else ''}"
+        )
+        for where in dict.fromkeys(problem.where for problem in self.problems):
+            yield where
+            for problem in self.problems:
+                if problem.where == where:
+                    yield f"  - {problem.what}"
+                    yield f"    {problem.remedy}"
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A model of the recipe: its checkpoint, and its config if that could be read."""
+
+    reference: ModelReference
+    checkpoint: Checkpoint
+    config: Any
+    config_fault: str | None
+
+    @classmethod
+    def read(cls, reference: ModelReference, trust_remote_code: bool) -> _Model:
+        try:
+            config, fault = reference.config(trust_remote_code=trust_remote_code), None
+        except Exception as error:  # transformers raises a dozen kinds
+            config, fault = None, str(error).strip().split("\n")[0]
+        return cls(reference, Checkpoint.of(reference, config), config, fault)
+
+
+def recipe_problems(
+    config: MergeConfiguration, options: MergeOptions, out_path: str | None = None
+) -> list[Problem]:
+    """What is wrong with a recipe's models and with how it combines them. Tensors are compared once planned.
+
+    Args:
+        out_path: where the merged model goes, for disk space and for not overwriting an input.
+    """
+    models = {
+        reference: _Model.read(reference, options.trust_remote_code)
+        for reference in sorted(config.referenced_models(), key=str)
+    }
+    return [
+        *_combination_problems(config),
+        *(problem for model in models.values() for problem in _model_problems(model)),
+        *_architecture_problems(config, options, models),
+        *_dtype_problems(config),
+        *_output_problems(config, models, out_path),
+    ]
+
+
+def check(
+    config: MergeConfiguration, options: MergeOptions, out_path: str | None = None
+) -> list[Problem]:
+    """Everything wrong with a recipe that can be found without reading a weight. Nothing is written.
+
+    Args:
+        out_path: where the merged model would go, for disk space and for not overwriting an input.
+    """
+    problems = recipe_problems(config, options, out_path)
+    if all(os.path.isdir(model.model.path) for model in config.referenced_models()):
+        problems += _planned_problems(config, options)
+    return problems
+
+
+def require_mergeable(
+    config: MergeConfiguration, options: MergeOptions, out_path: str
+) -> None:
+    """Refuse a recipe before its models are downloaded and planned.
+
+    What only a plan shows is refused by the plan itself, which is made once where nothing else is wrong.
+
+    Raises:
+        RecipeError: with all problems.
+    """
+    if recipe_problems(config, options, out_path):
+        raise RecipeError(config.merge_method, check(config, options, out_path))
+
+
+def _planned_problems(
+    config: MergeConfiguration, options: MergeOptions
+) -> Sequence[Problem]:
+    """Problems of parameters and tensors, unless other ones keep the recipe from being planned."""
+    LoaderCache().setup(options)
+    config = config.model_copy(deep=True)
+    try:
+        architecture = get_architecture_info(config, options)
+        base = config.base_model or config.referenced_models()[0]
+        MergePlanner(
+            config, architecture, options, base.config(options.trust_remote_code)
+        ).plan_in_memory()
+    except RecipeError as error:
+        return error.problems
+    except Exception as error:
+        return [
+            Problem(RECIPE, f"it cannot be planned: {error}", "see the other problems")
+        ]
+    return []
+
+
+def parameter_problem(refusal: str) -> Problem:
+    return Problem(RECIPE, refusal, "see the parameters table in mergekit-ram's README")
+
+
+def rounding_warnings(
+    agents: Iterable[ModelReference],
+    checkpoints: PlannedCheckpoints,
+    dtype: str | None,
+) -> list[str]:
+    """Warn of a 16-bit ``dtype`` that rounds float32 agents before they are compared with the base."""
+    rounding = dtype_from_name(dtype)
+    if rounding is None or rounding.itemsize > 2:
+        return []
+    stored = [str(agent) for agent in agents if checkpoints.of(agent).float32]
+    if not stored:
+        return []
+    return [
+        f"dtype: {dtype} rounds {some(stored)}, stored in float32, before they are compared with the base: updates "
+        "smaller than the rounding vanish. To keep them, use dtype: float32 with out_dtype: "
+        + str(dtype)
+    ]
+
+
+def tensor_problems(
+    merges: Sequence[ExecuteMergeMethodTask], checkpoints: PlannedCheckpoints
+) -> list[Problem]:
+    """What is wrong with the tensors that a plan is going to load: missing ones, and shapes that differ."""
+    missing: dict[str, list[str]] = {}
+    differing: dict[tuple[str, str], list[str]] = {}
+    for merge in merges:
+        inputs, aligned = _inputs(merge)
+        found = {
+            wanted.model: checkpoints.shape(wanted)
+            for wanted in inputs
+            if checkpoints.holds(wanted)
+        }
+        for wanted in inputs:
+            needed = not wanted.optional or (wanted.model == merge.base_model and found)
+            if needed and wanted.model not in found:
+                missing.setdefault(str(wanted.model), []).append(wanted.names[0])
+        axis = merge.output_weight.vocabulary_axis
+        expected = found.get(merge.base_model)
+        for model, shape in found.items():
+            if not _same_shape(shape, expected, axis if aligned else None):
+                remedy = _OTHER_SIZE if axis is None else _OTHER_VOCABULARY
+                differing.setdefault((str(model), remedy), []).append(
+                    f"{merge.output_weight.name} {list(shape)} for the base's {list(expected)}"
+                )
+    return [
+        *(
+            Problem(model, f"{_number(names)} missing: {some(names)}", _INCOMPLETE)
+            for model, names in missing.items()
+        ),
+        *(
+            Problem(
+                model, f"{_number(shapes)} of another shape: {some(shapes)}", remedy
+            )
+            for (model, remedy), shapes in differing.items()
+        ),
+    ]
+
+
+_INCOMPLETE = "the checkpoint is incomplete, or of another architecture than the base; get it again"
+_OTHER_SIZE = "only models of the base's size, trained from the base, can be merged"
+_OTHER_VOCABULARY = (
+    "align the vocabularies: add `tokenizer: {source: base}` (or union) to the recipe"
+)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A tensor that a plan loads: the names it may have, and whether the plan can do without."""
+
+    model: ModelReference
+    names: tuple[str, ...]
+    optional: bool
+
+
+class PlannedCheckpoints:
+    """The checkpoints of a planned merge, each described once."""
+
+    def __init__(self) -> None:
+        self._described: dict[ModelReference, Checkpoint] = {}
+
+    def shape(self, wanted: _Wanted) -> tuple[int, ...] | None:
+        tensors = self.of(wanted.model).tensors
+        name = next((name for name in wanted.names if name in tensors), None)
+        return tensors[name].shape if name else None
+
+    def holds(self, wanted: _Wanted) -> bool:
+        """Whether the checkpoint has the tensor, or mergekit can make it of others, as of an older layout."""
+        tensors = self.of(wanted.model).tensors
+        if not tensors or any(name in tensors for name in wanted.names):
+            return True
+        if wanted.optional:
+            return False
+        model_type = wanted.model.config().model_type
+        return can_convert_checkpoint_keys(model_type, set(tensors), wanted.names[0])
+
+    def of(self, model: ModelReference) -> Checkpoint:
+        if model not in self._described:
+            path = model.model.path
+            self._described[model] = (
+                Checkpoint.of_file(path)
+                if os.path.isfile(path)
+                else Checkpoint.of_directory(LoaderCache().get(model).index.base_path)
+            )
+        return self._described[model]
+
+
+def _inputs(merge: ExecuteMergeMethodTask) -> tuple[list[_Wanted], bool]:
+    """What a merge loads, and whether its vocabularies are aligned on the way."""
+    gather = merge.gather_tensors
+    aligned = isinstance(gather, (PermutedVocabulary, TruncatedVocabulary))
+    if aligned:
+        gather = gather.gather_tensors
+    if isinstance(gather, TensorDictWrapper):
+        # mergekit-pytorch has compared the names already, by its own options.
+        wanted = [
+            _Wanted(model, (load.tensor_name,), optional=True)
+            for model, load in gather.tensors.items()
+        ]
+        return wanted, aligned
+    loads: list[LoadTensor] = list(gather.arguments().values())
+    wanted = [
+        _Wanted(
+            load.model,
+            (load.tensor, *(load.aliases or ()), *(load.tied_names or ())),
+            load.optional,
+        )
+        for load in loads
+    ]
+    return wanted, aligned
+
+
+def _same_shape(
+    shape: tuple[int, ...] | None,
+    expected: tuple[int, ...] | None,
+    aligned_axis: int | None,
+) -> bool:
+    """Whether shapes agree, as far as they are known, but for an axis that is aligned before merging."""
+    if shape is None or expected is None:
+        return True
+    if len(shape) != len(expected):
+        return False
+    return all(
+        length == other or axis == aligned_axis
+        for axis, (length, other) in enumerate(zip(shape, expected))
+    )
+
+
+def _number(tensors: Sequence[str]) -> str:
+    return f"{len(tensors)} tensor{'s' if len(tensors) > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class _Combination:
+    """Models that a recipe merges with each other, and the layers it takes of each."""
+
+    place: str
+    base: ModelReference | None
+    models: tuple[ModelReference, ...]
+    layers: tuple[tuple[int, int] | None, ...]
+
+
+def _combinations(config: MergeConfiguration) -> Iterator[_Combination]:
+    modules = config.modules or {"": config}
+    for name, module in modules.items():
+        prefix = f"modules.{name}." if name else ""
+        if module.models:
+            models = tuple(source.model for source in module.models)
+            yield _Combination(
+                f"{prefix}models", config.base_model, models, (None,) * len(models)
+            )
+        for i, output in enumerate(module.slices or ()):
+            yield _Combination(
+                f"{prefix}slices[{i}]",
+                output.base_model or config.base_model,
+                tuple(source.model for source in output.sources),
+                tuple(tuple(source.layer_range) for source in output.sources),
+            )
+
+
+def _combination_problems(config: MergeConfiguration) -> Iterator[Problem]:
+    for combination in _combinations(config):
+        place, base = combination.place, combination.base
+        if base is None:
+            yield Problem(
+                RECIPE,
+                f"{place}: no base_model",
+                "add `base_model:`, the model that all agents were trained from",
+            )
+        elif combination.layers[:1] != (None,) and base not in combination.models:
+            yield Problem(
+                RECIPE,
+                f"{place}: the base {base} is not among the sources",
+                "list it as a source, with the layers it contributes",
+            )
+        agents = [model for model in combination.models if model != base]
+        if not agents:
+            yield Problem(
+                RECIPE,
+                f"{place}: no agent besides the base",
+                "list the models to merge under `models:`",
+            )
+        seen: dict[str, ModelReference] = {} if base is None else {_place(base): base}
+        for agent in agents:
+            twin = seen.setdefault(_place(agent), agent)
+            if twin is not agent:
+                role = "the base" if twin == base else "listed before"
+                yield Problem(
+                    RECIPE,
+                    f"{place}: {agent} is the same model as {twin}, {role}",
+                    "list every agent once, and the base only as `base_model:`",
+                )
+
+
+def _place(model: ModelReference) -> str:
+    """Where a model really is, so that two spellings of one directory are one model."""
+    path = model.model.path
+    if not os.path.exists(path):
+        return str(model)
+    lora = model.lora and (
+        os.path.realpath(model.lora.path)
+        if os.path.exists(model.lora.path)
+        else str(model.lora)
+    )
+    return f"{os.path.realpath(path)}+{lora}"
+
+
+def _model_problems(model: _Model) -> Iterator[Problem]:
+    where = str(model.reference)
+    if model.config_fault:
+        yield Problem(
+            where,
+            f"its config cannot be read: {model.config_fault}",
+            "check the path; a model needs its config.json beside its weights",
+        )
+    for fault in model.checkpoint.faults:
+        yield Problem(where, fault, "download or save the checkpoint again")
+    if model.checkpoint.quantization:
+        yield Problem(
+            where,
+            f"it is quantized: {model.checkpoint.quantization}",
+            "dequantize it first and save float weights; differences of quantized weights mean nothing",
+        )
+
+
+def _architecture_problems(
+    config: MergeConfiguration,
+    options: MergeOptions,
+    models: Mapping[ModelReference, _Model],
+) -> Iterator[Problem]:
+    configs = {
+        reference: model.config for reference, model in models.items() if model.config
+    }
+    base = (
+        config.base_model if config.base_model in configs else next(iter(configs), None)
+    )
+    if base is None:
+        return
+    expected = configs[base].architectures
+    others = [model for model in configs if configs[model].architectures != expected]
+    for model in others if not options.allow_crimes else ():
+        yield Problem(
+            str(model),
+            f"its architecture is {_listed(configs[model].architectures)}, the base's {_listed(expected)}",
+            "only models trained from the base can be merged",
+        )
+    if others or len(configs) < len(models):
+        return
+    try:
+        architecture = get_architecture_info(config, options)
+    except Exception as error:
+        yield Problem(RECIPE, f"unknown architecture: {error}", "update mergekit")
+        return
+    for name, module in architecture.modules.items():
+        layers = {
+            model: module.architecture.num_layers(configs[model]) for model in configs
+        }
+        for combination in _combinations(config):
+            if combination.place.startswith("modules.") and (
+                not combination.place.startswith(f"modules.{name}.")
+            ):
+                continue
+            yield from _layer_problems(combination, layers)
+
+
+def _layer_problems(
+    combination: _Combination, layers: Mapping[ModelReference, int]
+) -> Iterator[Problem]:
+    whole = [
+        model
+        for model, taken in zip(combination.models, combination.layers)
+        if taken is None
+    ]
+    if whole and combination.base in layers:
+        expected = layers[combination.base]
+        for model in whole:
+            if layers[model] != expected:
+                yield Problem(
+                    str(model),
+                    f"it has {layers[model]} layers, the base {expected}",
+                    "only models trained from the base can be merged; to combine some layers, use `slices:`",
+                )
+    for model, taken in zip(combination.models, combination.layers):
+        if taken is not None and not 0 <= taken[0] <= taken[1] <= layers[model]:
+            yield Problem(
+                str(model),
+                f"{combination.place} takes layers {list(taken)} of its {layers[model]}",
+                "a layer_range is [first, last + 1], within the model's layers",
+            )
+    lengths = {taken[1] - taken[0] for taken in combination.layers if taken is not None}
+    if len(lengths) > 1:
+        yield Problem(
+            RECIPE,
+            f"{combination.place}: its sources contribute {sorted(lengths)} layers",
+            "every source of a slice contributes the same number of layers",
+        )
+
+
+def _dtype_problems(config: MergeConfiguration) -> Iterator[Problem]:
+    for name in ("dtype", "out_dtype"):
+        value = getattr(config, name)
+        try:
+            dtype = dtype_from_name(value)
+            usable = dtype is None or dtype.is_floating_point
+        except RuntimeError:
+            usable = False
+        if not usable:
+            yield Problem(
+                RECIPE,
+                f"{name}: {value}",
+                "use bfloat16, float16, float32 or float64",
+            )
+
+
+def _output_problems(
+    config: MergeConfiguration,
+    models: Mapping[ModelReference, _Model],
+    out_path: str | None,
+) -> Iterator[Problem]:
+    if out_path is None:
+        return
+    for model in models:
+        if os.path.realpath(model.model.path) == os.path.realpath(out_path):
+            yield Problem(
+                RECIPE,
+                f"the output {out_path} is the input {model}",
+                "write the merged model to another directory",
+            )
+    base = models.get(config.base_model)
+    if base is None:
+        return
+    needed = stored_bytes(base.checkpoint.tensors, config.out_dtype or config.dtype)
+    existing = os.path.abspath(out_path)
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        yield Problem(
+            RECIPE,
+            f"the merged model takes {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free at {out_path}",
+            "free some space or write it elsewhere",
+        )
+
+
+def _listed(names: Sequence[str] | None) -> str:
+    return ", ".join(names or ["unknown"])
