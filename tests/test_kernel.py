@@ -12,7 +12,14 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mergekit_ram.kernel import Agent, Rule, count, merge, merge_and_count
+from mergekit_ram.kernel import (
+    Agent,
+    NonFiniteError,
+    Rule,
+    count,
+    merge,
+    merge_and_count,
+)
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (BF16, F16, F32, F64)
@@ -262,7 +269,7 @@ def realistic(
 
 
 @pytest.mark.parametrize("shared", ["mean", "ties", "drop"])
-@examples(350)
+@examples(250)
 @given(case=cases(), block=st.sampled_from(BLOCKS))
 def test_merge_is_the_float64_evaluation_rounded(shared, case, block):
     case = replace(case, rule=replace(case.rule, shared=shared))
@@ -295,7 +302,7 @@ def test_counting_while_merging_changes_neither(case, block, out):
     assert counts == count(case.base, case.agents, case.rule)
 
 
-@examples(150)
+@examples(100)
 @given(cases())
 def test_result_does_not_depend_on_the_block_size(case):
     whole = merge(case.base, case.agents, case.rule)
@@ -448,6 +455,7 @@ def test_elements_changed_only_by_agents_of_no_weight(shared):
     assert merged.tolist() == [1.5, 1.5, 1.5]
     merged = merge(base, [*idle, Agent(base)], Rule(shared=shared))
     assert merged.tolist() == [0.5, 2.0, 0.5]
+    assert merge(base, idle, Rule(shared=shared)).tolist() == [0.5, 2.0, 0.5]
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16])
@@ -529,6 +537,61 @@ def test_tensors_that_cannot_be_merged_are_refused(call, base, agent, message):
     for agents in ([Agent(agent)], [Agent(torch.zeros_like(base)), Agent(agent)]):
         with pytest.raises(ValueError, match=message):
             call(base, agents)
+
+
+@pytest.mark.parametrize("call", [merge, merge_and_count, count])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared", ["mean", "ties", "drop"])
+@pytest.mark.parametrize("keep_unique", [True, False])
+@pytest.mark.parametrize("weight, normalize", [(1.0, True), (0.0, True), (0.0, False)])
+def test_inputs_that_are_not_finite_are_refused(
+    call, dtype, shared, keep_unique, weight, normalize
+):
+    rule = Rule(shared=shared, normalize=normalize)
+    for where in range(3):
+        for value in (torch.nan, torch.inf, -torch.inf):
+            tensors = [torch.full((5, 4), 0.1 * i, dtype=dtype) for i in range(3)]
+            tensors[where][3, 1:3] = value
+            base, *others = tensors
+            agents = [
+                Agent(
+                    tensor,
+                    weight=weight if i == where - 1 else 1.0,
+                    density=0.5,
+                    keep_unique=keep_unique,
+                )
+                for i, tensor in enumerate(others)
+            ]
+            for block in (None, 3):
+                with pytest.raises(NonFiniteError) as refusal:
+                    call(base, agents, rule, block_elements=block)
+                expected = [0, 0, 0]
+                expected[where] = 2
+                assert refusal.value.counts == tuple(expected)
+
+
+def test_infinities_that_cancel_are_refused():
+    infinite = torch.tensor([1.0, torch.inf, -torch.inf])
+    agents = [Agent(infinite), Agent(-infinite)]
+    for base, found in ((torch.zeros(3), 0), (infinite, 2)):
+        with pytest.raises(NonFiniteError) as refusal:
+            merge(base, agents)
+        assert refusal.value.counts == (found, 2, 2)
+
+
+def test_not_finite_results_can_be_asked_for():
+    base, agent = torch.zeros(3), torch.tensor([torch.inf, 1.0, torch.nan])
+    merged = merge(base, [Agent(agent)], Rule(finite=False))
+    assert not merged[[0, 2]].isfinite().any()
+    assert merged[1] == 1
+    assert count(base, [Agent(agent)], Rule(finite=False)).total == 3
+
+
+@pytest.mark.parametrize("call", [merge, merge_and_count, count])
+def test_finite_weights_whose_sum_overflows_are_not_refused(call):
+    base, agent = torch.zeros(9), torch.full((9,), 1e38)
+    call(base, [Agent(agent)])
+    assert torch.equal(merge(base, [Agent(agent)]), agent)
 
 
 PEAK_MEMORY = """
