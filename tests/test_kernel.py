@@ -458,6 +458,21 @@ def test_elements_changed_only_by_agents_of_no_weight(shared):
     assert merge(base, idle, Rule(shared=shared)).tolist() == [0.5, 2.0, 0.5]
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("shared", ["mean", "ties", "drop"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_of_both_signs(dtype, shared, normalize):
+    rng = np.random.default_rng(0)
+    base, *tensors = (
+        torch.tensor(array).to(dtype)
+        for array in grid_tensors(rng, (40, 10), [0.5, 0.5, 0.8])
+    )
+    weights = (-0.25, -0.5, 8.0)
+    agents = [Agent(tensor, weight) for tensor, weight in zip(tensors, weights)]
+    rule = Rule(epsilon=1 / 64, normalize=normalize, shared=shared)
+    assert_merged(merge(base, agents, rule), Case(base, agents, rule, exact=True))
+
+
 @pytest.mark.parametrize("dtype", [BF16, F16])
 @pytest.mark.parametrize("change", [1e-3, 0.02, 0.25])
 @pytest.mark.parametrize("shared", ["mean", "ties", "drop"])
