@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from typing import Any
 import huggingface_hub
 import safetensors
 from mergekit.common import ModelReference
+
+LOG = logging.getLogger("mergekit_ram")
 
 _QUANTIZED_SUFFIXES = (
     ".qweight",
@@ -62,8 +65,8 @@ class Checkpoint:
         path = model.model.path
         if os.path.isdir(path):
             return cls.of_directory(path, config)
-        tensors, faults = _hub_tensors(path, model.model.revision)
-        return cls(tensors, tuple(faults), _quantization(tensors, config))
+        tensors = _hub_tensors(path, model.model.revision)
+        return cls(tensors, (), _quantization(tensors, config))
 
     @classmethod
     def of_directory(cls, path: str, config: Any = None) -> Checkpoint:
@@ -130,23 +133,20 @@ def _sharded_tensors(
     return found, faults
 
 
-def _hub_tensors(
-    repo: str, revision: str | None
-) -> tuple[dict[str, TensorHeader], list[str]]:
-    """Tensors of a repository on the Hub, by reading the headers remotely."""
+def _hub_tensors(repo: str, revision: str | None) -> dict[str, TensorHeader]:
+    """Tensors of a repository on the Hub, by reading the headers remotely; none where that cannot be done."""
     try:
         metadata = huggingface_hub.get_safetensors_metadata(repo, revision=revision)
-    except huggingface_hub.errors.NotASafetensorsRepoError:
-        return {}, []
-    except Exception as error:  # every HTTP client has errors of its own
-        return {}, [
-            f"{repo}: neither a local directory nor readable on the Hub ({error})"
-        ]
+    except (
+        Exception
+    ) as error:  # of the Hub, of HTTP, of a repository without safetensors
+        LOG.info("the headers of %s cannot be read remotely: %s", repo, error)
+        return {}
     return {
         name: TensorHeader(tuple(tensor.shape), tensor.dtype)
         for file in metadata.files_metadata.values()
         for name, tensor in file.tensors.items()
-    }, []
+    }
 
 
 def _quantization(tensors: Mapping[str, TensorHeader], config: Any) -> str | None:

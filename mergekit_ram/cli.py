@@ -32,7 +32,6 @@ def check(recipe: str, out_path: str | None, as_json: bool, **options) -> None:
 
     Looks at configs, indexes and safetensors headers. Exits with 0 if the recipe can be merged and with 1 if not.
     """
-    import mergekit.merge_methods  # registers the methods
     import yaml
     from mergekit.config import MergeConfiguration
     from mergekit.options import MergeOptions
