@@ -25,7 +25,7 @@ from mergekit.plan import MergePlanner
 from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 
-from mergekit_ram.checkpoint import Checkpoint, some, stored_bytes
+from mergekit_ram.checkpoint import Checkpoint, TensorHeader, some, stored_bytes
 from mergekit_ram.methods import MergeError
 
 RECIPE = "recipe"
@@ -244,10 +244,14 @@ class PlannedCheckpoints:
     def __init__(self) -> None:
         self._described: dict[ModelReference, Checkpoint] = {}
 
-    def shape(self, wanted: _Wanted) -> tuple[int, ...] | None:
+    def header(self, wanted: _Wanted) -> TensorHeader | None:
         tensors = self.of(wanted.model).tensors
         name = next((name for name in wanted.names if name in tensors), None)
-        return tensors[name].shape if name else None
+        return tensors[name] if name else None
+
+    def shape(self, wanted: _Wanted) -> tuple[int, ...] | None:
+        header = self.header(wanted)
+        return header.shape if header else None
 
     def holds(self, wanted: _Wanted) -> bool:
         """Whether the checkpoint has the tensor, or mergekit can make it of others, as of an older layout."""
@@ -268,6 +272,16 @@ class PlannedCheckpoints:
                 else Checkpoint.of_directory(LoaderCache().get(model).index.base_path)
             )
         return self._described[model]
+
+
+def output_bytes(
+    merge: ExecuteMergeMethodTask, dtype: str | None, checkpoints: PlannedCheckpoints
+) -> int:
+    """What a merge's output takes as ``dtype``, as stored if None; 0 if it has no inputs or they are pickled."""
+    inputs, _ = _inputs(merge)
+    headers = (checkpoints.header(wanted) for wanted in inputs)
+    found = next((header for header in headers if header), TensorHeader())
+    return stored_bytes({"": found}, dtype)
 
 
 def _inputs(merge: ExecuteMergeMethodTask) -> tuple[list[_Wanted], bool]:

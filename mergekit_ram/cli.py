@@ -10,6 +10,19 @@ import click
 from mergekit_ram import __version__
 
 
+class MergeCommand(click.Command):
+    """A command that also takes mergekit's merge options, imported once it runs or its help is shown."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        from mergekit.options import add_merge_options
+
+        @click.command
+        @add_merge_options
+        def command() -> None: ...
+
+        return [*self.params, *command.params, self.get_help_option(ctx)]
+
+
 @click.group()
 @click.version_option(__version__, package_name="mergekit-ram")
 def main() -> None:
@@ -59,3 +72,34 @@ def check(recipe: str, out_path: str | None, as_json: bool, **options) -> None:
     else:
         click.echo(f"{recipe} can be merged")
     sys.exit(1 if problems else 0)
+
+
+@main.command(cls=MergeCommand)
+@click.argument("recipe", type=click.Path(exists=True, dir_okay=False))
+@click.argument("out_path", type=click.Path(file_okay=False))
+@click.option(
+    "--ray",
+    "ray_address",
+    is_flag=False,
+    flag_value="",
+    metavar="[ADDRESS]",
+    help="Merge on a Ray cluster: at the ADDRESS, else the one that RAY_ADDRESS names or that runs here, else one "
+    "started on this machine (always with ADDRESS local). All machines must share the storage of models and output.",
+)
+def merge(recipe: str, out_path: str, ray_address: str | None, **options) -> None:
+    """Merge by a RECIPE into OUT_PATH, as mergekit-yaml does, once the recipe is checked."""
+    import yaml
+    from mergekit.config import MergeConfiguration
+    from mergekit.merge import run_merge
+    from mergekit.options import MergeOptions
+
+    merge_options = MergeOptions(**options)
+    merge_options.apply_global_options()
+    if ray_address is not None:
+        from mergekit_ram.cluster import ClusterOptions
+
+        merge_options = ClusterOptions.beside(out_path, merge_options, ray_address)
+    with open(recipe, encoding="utf-8") as file:
+        source = file.read()
+    config = MergeConfiguration.model_validate(yaml.safe_load(source))
+    run_merge(config, out_path, options=merge_options, config_source=source)

@@ -23,6 +23,7 @@ from mergekit_ram.methods import (
     METHODS,
     NOTE,
     RESCALING,
+    MergeError,
     ParameterError,
     RamMethod,
     Refusals,
@@ -163,14 +164,18 @@ def extend_planner(module: ModuleType) -> None:
         ]
         record = _record(method, merges, self.config.base_model, recipe)
         _require_mergeable(merges, refusals, record, self.config.dtype)
-        merges = _extended_merges(method, merges, record, self.options)
-        self._tensors = list(zip(weights, merges))
         self.mergekit_ram_record = record
+        if not _on_cluster(self.options):
+            merges = _extended_merges(method, merges, record, self.options)
+        self._tensors = list(zip(weights, merges))
 
     @functools.wraps(plan_to_disk)
     def extended_plan_to_disk(self, out_path: str) -> list[Any]:
         targets = plan_to_disk(self, out_path)
-        return _with_report(targets, out_path, self.mergekit_ram_record)
+        record = self.mergekit_ram_record
+        if _on_cluster(self.options):
+            targets = _distributed(targets, record, self.options)
+        return _with_report(targets, out_path, record)
 
     @functools.wraps(plan_tensor)
     def extended_plan_tensor(self, weight, *args, **kwargs) -> None:
@@ -197,10 +202,13 @@ def extend_merge(module: ModuleType) -> None:
     def extended_run_merge(merge_config, out_path, options, *args, **kwargs) -> None:
         if merge_config.merge_method not in _BY_NAME:
             return run_merge(merge_config, out_path, options, *args, **kwargs)
-        from mergekit_ram import check, output
+        from mergekit_ram import check, cluster, output
 
         check.require_mergeable(merge_config, options, out_path)
-        with output.staged_output(out_path) as staging:
+        with (
+            cluster.finished_parts_kept(options),
+            output.staged_output(out_path) as staging,
+        ):
             run_merge(merge_config, staging, options, *args, **kwargs)
             output.add_card_section(staging)
 
@@ -290,6 +298,23 @@ def _extended_merges(
     if method.ratio_scope == "model":
         return tasks.merges_by_model_ratio(merges, record, options)
     return tasks.recorded_merges(merges, record)
+
+
+def _on_cluster(options: Any) -> bool:
+    from mergekit_ram.cluster import ClusterOptions
+
+    return isinstance(options, ClusterOptions)
+
+
+def _distributed(
+    targets: list[Any], record: MergeRecord | None, options: Any
+) -> list[Any]:
+    from mergekit_ram import cluster
+
+    if record is None:
+        raise MergeError(f"a cluster merges {', '.join(_BY_NAME)}, no other method")
+    model_wide = _BY_NAME[record.method].ratio_scope == "model"
+    return cluster.distributed(targets, record, options, model_wide=model_wide)
 
 
 def _with_report(

@@ -178,6 +178,10 @@ class MergeRecord:
         with self._lock:
             self._tensors[tensor] = overlap, rescaling
 
+    def tensors(self) -> dict[str, tuple[GroupOverlap, Rescaling]]:
+        """Overlap and λ of every tensor added so far."""
+        return dict(self._tensors)
+
     def overlap(self) -> GroupOverlap:
         """Overlap over all tensors added so far."""
         return self._sum(self._tensors)
@@ -216,7 +220,7 @@ class MergeRecord:
                 )
             )
         return Report(
-            versions=_versions(),
+            versions=versions(),
             method=self.method,
             base_model=self.base_model,
             recipe=self.recipe,
@@ -275,7 +279,8 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     ]
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of the packages that a result depends on."""
     from mergekit_ram import __version__
 
     found = {"mergekit-ram": __version__}

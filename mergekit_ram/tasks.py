@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 from mergekit.common import ImmutableMap, ModelReference
@@ -80,14 +80,7 @@ class MeasureOverlap(Task[GroupOverlap]):
             for task, overlap in self._count()
             if overlap is not None
         ]
-        for merge, overlap in found:
-            self.record.add(merge.output_weight.name, overlap, {})
-        total = self.record.overlap()
-        for merge, overlap in found:
-            rescaling = rescaling_by_agent(total, merge.parameters)
-            self.record.add(merge.output_weight.name, overlap, rescaling)
-        log_agents(self.record.report())
-        return total
+        return record_measured(self.record, found)
 
     def _count(self) -> list[tuple[CountOverlap, Optional[GroupOverlap]]]:
         counting = [CountOverlap(merge=merge) for merge in self.merges]
@@ -105,6 +98,18 @@ class MeasureOverlap(Task[GroupOverlap]):
         return list(executor.run(quiet=options.quiet, desc="Measuring overlap"))
 
 
+class KnownOverlap(Task[GroupOverlap]):
+    """The same, measured elsewhere."""
+
+    overlap: GroupOverlap
+
+    def arguments(self) -> dict[str, Task]:
+        return {}
+
+    def execute(self) -> GroupOverlap:
+        return self.overlap
+
+
 class RamMerge(ExecuteMergeMethodTask, Task[torch.Tensor]):
     """A merge that takes its place in the record, by a model-wide ratio if there is one.
 
@@ -115,7 +120,7 @@ class RamMerge(ExecuteMergeMethodTask, Task[torch.Tensor]):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     record: MergeRecord
-    overlap: Optional[MeasureOverlap] = None
+    overlap: Optional[Union[MeasureOverlap, KnownOverlap]] = None
 
     def arguments(self) -> dict[str, Task]:
         arguments = super().arguments()
@@ -159,10 +164,15 @@ class WriteReport(Task[Report]):
 
 
 def recorded_merges(
-    merges: Sequence[ExecuteMergeMethodTask], record: MergeRecord
+    merges: Sequence[ExecuteMergeMethodTask],
+    record: MergeRecord,
+    overlap: MeasureOverlap | KnownOverlap | None = None,
 ) -> list[RamMerge]:
-    """The same merges, noting the overlap they meet."""
-    return [RamMerge.model_construct(**dict(merge), record=record) for merge in merges]
+    """The same merges, noting the overlap they meet, or rescaled by the ratio of a given one."""
+    return [
+        RamMerge.model_construct(**dict(merge), record=record, overlap=overlap)
+        for merge in merges
+    ]
 
 
 def merges_by_model_ratio(
@@ -172,10 +182,21 @@ def merges_by_model_ratio(
 ) -> list[RamMerge]:
     """The same merges, rescaled by the ratio over all of them, which is measured first."""
     overlap = MeasureOverlap(merges=tuple(merges), options=options, record=record)
-    return [
-        RamMerge.model_construct(**dict(merge), record=record, overlap=overlap)
-        for merge in merges
-    ]
+    return recorded_merges(merges, record, overlap)
+
+
+def record_measured(
+    record: MergeRecord, found: Sequence[tuple[ExecuteMergeMethodTask, GroupOverlap]]
+) -> GroupOverlap:
+    """Note what each merge was measured to be, and the λ that follow from their sum, which is returned."""
+    for merge, overlap in found:
+        record.add(merge.output_weight.name, overlap, {})
+    total = record.overlap()
+    for merge, overlap in found:
+        rescaling = rescaling_by_agent(total, merge.parameters)
+        record.add(merge.output_weight.name, overlap, rescaling)
+    log_agents(record.report())
+    return total
 
 
 def log_agents(report: Report) -> None:
