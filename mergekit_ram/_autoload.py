@@ -8,6 +8,8 @@ the rest, imported too. Standard library only, and as little of it as possible: 
 
 import sys
 
+SUPPORTED = ">=0.1.5,<0.2"
+
 # Module of mergekit → function of mergekit_ram.planning that extends it.
 _HOOKS = {
     "mergekit.merge_methods": "register_methods",
@@ -91,6 +93,8 @@ def _refuse_merges(module, error):
     import warnings
 
     message = f"mergekit-ram cannot extend {module.__name__}: {error}"
+    if SUPPORTED not in message:
+        message += f". It works with mergekit {SUPPORTED}"
     warnings.warn(message, RuntimeWarning, stacklevel=2)
     methods = sys.modules.get("mergekit.merge_methods")
     get = getattr(methods, "get", None)
@@ -99,7 +103,10 @@ def _refuse_merges(module, error):
 
     def refusing_get(name):
         if name in ("ram", "ramplus", "ramplus_tl"):
-            raise RuntimeError(message) from error
+            import click
+
+            # mergekit's commands show its message, not a traceback.
+            raise click.ClickException(message)
         return get(name)
 
     refusing_get._refused_by_mergekit_ram = True

@@ -18,6 +18,7 @@ from mergekit.common import dtype_from_name
 from mergekit.merge_methods.base import BatchOptions, MergeMethod, TensorGroup
 
 from mergekit_ram import _autoload
+from mergekit_ram._autoload import SUPPORTED
 from mergekit_ram.methods import (
     COUNTING,
     METHODS,
@@ -33,7 +34,6 @@ from mergekit_ram.methods import (
 from mergekit_ram.overlap import GroupOverlap, sum_overlaps
 from mergekit_ram.report import MergeRecord
 
-SUPPORTED = ">=0.1.5,<0.2"
 _FIRST, _BEYOND = (0, 1, 5), (0, 2, 0)
 
 _BY_NAME = {method.spec.name: method for method in METHODS}

@@ -1374,6 +1374,30 @@ def test_plan_in_memory_gives_what_mergekit_yaml_gives(method, make_models, tmp_
     assert all(torch.equal(saved[name], output[name]) for name in saved)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "settings", [{}, {"layer_granularity": 1, "filters": ["mlp"]}, {"smooth": True}]
+)
+def test_evolve_searches_the_weights_of_agents(method, settings, make_models):
+    genome_module = pytest.importorskip("mergekit.evo.genome")
+    models = make_models("llama", tied=False)
+    genome = genome_module.ModelGenome(
+        genome_module.ModelGenomeDefinition(
+            models=models.agent_paths,
+            merge_method=method,
+            base_model=models.base_path,
+            **settings,
+        )
+    )
+    genotype = genome.initial_genotype(random=False) * 1.5
+    assert genotype.shape[-1] == 1
+    config = genome.genotype_merge_config(genotype)
+    output = merge_in_memory(config.model_dump(mode="json", exclude_none=True))
+    parameters = {"weight": [0.5] * 3, "normalize": False}
+    planned = plan(models.base, models.agents, parameters)
+    check(output, expect(method, planned, dtype=BF16))
+
+
 # --- Counts belong to one merge ------------------------------------------------------------------------------------
 
 

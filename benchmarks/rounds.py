@@ -1,0 +1,74 @@
+"""Running contenders in turn, so that what else the machine does meets all of them alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from rich.console import Console
+
+T = TypeVar("T")
+
+
+class Run(NamedTuple):
+    """One run of a contender. Runs order by time, so the best of several is their ``min``."""
+
+    seconds: float
+    peak_bytes: int = 0
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[], Run]],
+    *,
+    least: int,
+    most: int,
+    patience: float,
+) -> dict[str, Run]:
+    """The best run of every contender, one run each a round.
+
+    Args:
+        least: runs that every contender gets, however long they take.
+        most: runs that none exceeds.
+        patience: seconds after which a contender gets no more than the least runs.
+    """
+    runs: dict[str, list[Run]] = {name: [] for name in contenders}
+    for _ in range(most):
+        for name, contender in contenders.items():
+            spent = sum(run.seconds for run in runs[name])
+            if len(runs[name]) < least or spent < patience:
+                runs[name].append(contender())
+    return {name: min(done) for name, done in runs.items()}
+
+
+def in_new_process(function: Callable[..., T], *arguments: Any) -> T:
+    """Call the function in a process of its own, which starts without this one's memory."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def console() -> Console:
+    """A console wide enough for the tables, also where the output is a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=110)
+
+
+def machine() -> dict[str, Any]:
+    """What a report needs to say of where it was measured."""
+    return {
+        "cores": os.cpu_count(),
+        "processor": platform.machine(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "mergekit", "mergekit-ram")},
+    }
+
+
+def write_report(path: Path, **report: Any) -> None:
+    path.write_text(json.dumps({"machine": machine(), **report}, indent=2) + "\n")
