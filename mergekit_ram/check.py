@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,7 @@ class _Model:
         try:
             config, fault = reference.config(trust_remote_code=trust_remote_code), None
         except Exception as error:  # transformers raises a dozen kinds
-            config, fault = None, str(error).strip().split("\n")[0]
+            config, fault = None, textwrap.shorten(str(error), 300)
         return cls(reference, Checkpoint.of(reference, config), config, fault)
 
 
@@ -237,8 +238,10 @@ def _planned_problems(
 def _without(
     config: MergeConfiguration, unplanned: set[ModelReference]
 ) -> MergeConfiguration:
-    """A copy of a recipe without some of its models, and without the second mention of any."""
-    config = config.model_copy(deep=True)
+    """A copy of a recipe without some of its models, the second mention of any, and dtypes, which may be unusable."""
+    config = config.model_copy(update=_NO_DTYPES, deep=True)
+    if config.base_model in unplanned:
+        config.base_model = None
 
     def kept(sources: list[Any]) -> list[Any]:
         first = {source.model: source for source in reversed(sources)}
@@ -250,6 +253,9 @@ def _without(
         for merged in module.slices or ():
             merged.sources = kept(merged.sources)
     return config
+
+
+_NO_DTYPES = {"dtype": None, "out_dtype": None}
 
 
 class _DescribedLoader(LazyTensorLoader):
@@ -572,16 +578,16 @@ def _architecture_problems(
             f"its architecture is {_listed(configs[model].architectures)}, the base's {_listed(expected)}",
             "only models trained from the base can be merged",
         )
-    if others or len(configs) < len(models):
-        return
+    alike = [model for model in configs if model not in others]
     try:
-        architecture = get_architecture_info(config, options)
-    except Exception as error:
+        known = _without(config, {model for model in models if model not in alike})
+        architecture = get_architecture_info(known, options)
+    except Exception as error:  # mergekit's, of models that it does not know
         yield Problem(RECIPE, f"unknown architecture: {error}", "update mergekit")
         return
     for name, module in architecture.modules.items():
         layers = {
-            model: module.architecture.num_layers(configs[model]) for model in configs
+            model: module.architecture.num_layers(configs[model]) for model in alike
         }
         for combination in _combinations(config):
             if combination.place.startswith("modules.") and (
@@ -602,14 +608,16 @@ def _layer_problems(
     if whole and combination.base in layers:
         expected = layers[combination.base]
         for model in whole:
-            if layers[model] != expected:
+            if layers.get(model, expected) != expected:
                 yield Problem(
                     str(model),
                     f"it has {layers[model]} layers, the base {expected}",
                     "only models trained from the base can be merged; to combine some layers, use `slices:`",
                 )
     for model, taken in zip(combination.models, combination.layers):
-        if taken is not None and not 0 <= taken[0] <= taken[1] <= layers[model]:
+        if taken is None or model not in layers:
+            continue
+        if not 0 <= taken[0] <= taken[1] <= layers[model]:
             yield Problem(
                 str(model),
                 f"{combination.place} takes layers {list(taken)} of its {layers[model]}",
@@ -735,6 +743,17 @@ def raw_problems(
             dtype = config.out_dtype or config.dtype
             problems += _space_problems(files[base], dtype, out_path)
     return problems
+
+
+def plannable_raw(config: RawPyTorchMergeConfig) -> RawPyTorchMergeConfig:
+    """The recipe as far as it can be planned: without dtypes, unreadable files and the second mention of any."""
+    readable = {
+        model.model: model
+        for model in reversed(config.models)
+        if not Checkpoint.of_file(model.model).faults
+    }
+    models = [m for m in config.models if readable.get(m.model) is m]
+    return config.model_copy(update={**_NO_DTYPES, "models": models})
 
 
 def _file_reference(path: str) -> ModelReference:

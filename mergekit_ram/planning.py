@@ -277,8 +277,9 @@ def extend_raw_pytorch(module: ModuleType) -> None:
         if not problems:
             return planned(method, *arguments)
         with contextlib.suppress(Exception):  # of what is known to be wrong already
+            plannable = check.plannable_raw(config)
             try:
-                planned(method, config, out_path, True, False, options)
+                planned(method, plannable, out_path, True, False, options)
             except check.RecipeError as error:
                 problems += error.problems
         raise check.RecipeError(config.merge_method, problems)
