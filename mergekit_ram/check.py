@@ -13,7 +13,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mergekit.architecture import get_architecture_info
+from mergekit.architecture import (
+    ModelArchitecture,
+    arch_info_for_config,
+    get_architecture_info,
+)
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import MergeConfiguration
@@ -157,8 +161,7 @@ def require_mergeable(
     problems = _recipe_problems(config, options, models, out_path)
     if any(model.lora for model in models) and not options.lora_merge_cache:
         problems.append(_NO_LORA_CACHE)
-    at_hand = all(os.path.isdir(m.model.path) and not m.lora for m in models)
-    if problems or not at_hand:
+    if problems or not all(map(_at_hand, models)):
         problems += _planned_problems(config, options, models, problems)
     if problems:
         raise RecipeError(config.merge_method, problems)
@@ -219,7 +222,9 @@ def _planned_problems(
     config = _without(config, unplanned)
     try:
         with _described_loaders(models, options):
-            architecture = get_architecture_info(config, options)
+            architecture = _architecture(config, options)
+            if architecture is None:
+                return []
             MergePlanner(
                 config, architecture, options, models[base].config
             ).plan_in_memory()
@@ -581,9 +586,11 @@ def _architecture_problems(
     alike = [model for model in configs if model not in others]
     try:
         known = _without(config, {model for model in models if model not in alike})
-        architecture = get_architecture_info(known, options)
+        architecture = _architecture(known, options)
     except Exception as error:  # mergekit's, of models that it does not know
         yield Problem(RECIPE, f"unknown architecture: {error}", "update mergekit")
+        return
+    if architecture is None:
         return
     for name, module in architecture.modules.items():
         layers = {
@@ -595,6 +602,24 @@ def _architecture_problems(
             ):
                 continue
             yield from _layer_problems(combination, layers)
+
+
+def _architecture(
+    config: MergeConfiguration, options: MergeOptions
+) -> ModelArchitecture | None:
+    """What mergekit knows of the architecture; None if only weights could show it and some are not at hand."""
+    models = config.referenced_models()
+    described = all(
+        arch_info_for_config(model.config(options.trust_remote_code)) is not None
+        for model in models
+    )
+    if not described and not all(map(_at_hand, models)):
+        return None
+    return get_architecture_info(config, options)
+
+
+def _at_hand(model: ModelReference) -> bool:
+    return os.path.isdir(model.model.path) and not model.lora
 
 
 def _layer_problems(

@@ -42,11 +42,12 @@ from test_recipes import (  # noqa: F401 - the fixtures among them
     no_weight_is_read,
     raw_recipe,
     refusal,
+    save_models,
     spoken,
     state_dicts,
     write_recipe,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OPTConfig
 
 from mergekit_ram.cli import main as mergekit_ram
 
@@ -1047,6 +1048,40 @@ def test_modules_have_no_problem(make_models, tmp_path):
     recipe = models.recipe("ramplus")
     recipe["modules"] = dict.fromkeys(names, {"models": recipe.pop("models")})
     check_recipe(recipe, tmp_path)
+
+
+def opt(directory: Path, *, layers: int = 2, agents: int = 2) -> Models:
+    """Of an architecture that mergekit only knows from the weights."""
+    config = OPTConfig(
+        vocab_size=48,
+        hidden_size=16,
+        ffn_dim=24,
+        num_attention_heads=2,
+        num_hidden_layers=layers,
+        max_position_embeddings=32,
+        word_embed_proj_dim=16,
+    )
+    config.architectures = ["OPTForCausalLM"]
+    model = AutoModelForCausalLM.from_config(config)
+    base = {n: t for n, t in model.state_dict().items() if n != "lm_head.weight"}
+    seeds = range(1, 1 + agents)
+    return save_models(
+        directory, config, base, [checkpoints.change(base, seed) for seed in seeds]
+    )
+
+
+def test_architecture_without_description_has_no_problem(tmp_path):
+    models = opt(tmp_path)
+    check_recipe(models.recipe("ramplus"), tmp_path)
+    merge(models.recipe("ramplus"), tmp_path)
+    file = Path(models.agent_paths[0]) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    LoaderCache().loaders.clear()
+    assert_told(
+        problems_of(models.recipe("ramplus"), tmp_path),
+        models.agent_paths[0],
+        f"{file}: ",
+    )
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
