@@ -602,6 +602,25 @@ def _architecture_problems(
             ):
                 continue
             yield from _layer_problems(combination, layers)
+    if len(alike) == len(models):
+        yield from _config_problems(config, architecture, options)
+
+
+def _config_problems(
+    config: MergeConfiguration, architecture: ModelArchitecture, options: MergeOptions
+) -> Iterator[Problem]:
+    """What keeps the merged model's config from being saved, which mergekit does when all else is done."""
+    from mergekit_ram.planning import output_config
+
+    try:
+        merged = output_config(config, architecture, options)
+        getattr(merged, "validate", lambda: None)()
+    except Exception as error:  # transformers raises a dozen kinds
+        yield Problem(
+            RECIPE,
+            f"the merged model's config is not valid: {textwrap.shorten(str(error), 300)}",
+            "keep the base's number of layers, which mergekit cannot change for every architecture",
+        )
 
 
 def _architecture(

@@ -210,6 +210,16 @@ def extend_merge(module: ModuleType) -> None:
     module.run_merge = extended_run_merge
 
 
+def output_config(config: Any, architecture: Any, options: Any) -> Any:
+    """The transformers config that mergekit is going to save with a merged model."""
+    from mergekit import merge
+
+    _require_parameters(merge, "_model_out_config", ["config", "arch_info"])
+    return merge._model_out_config(
+        config, architecture, trust_remote_code=options.trust_remote_code
+    )
+
+
 def extend_multimerge(module: ModuleType) -> None:
     """Check every recipe of ``mergekit-multi`` before the first is merged.
 

@@ -280,6 +280,16 @@ def slice_of_unequal_ranges(shop, recipe):
     return [("recipe", ["slices[0]", "[2, 3] layers"])]
 
 
+def more_layers_than_the_config_allows(shop, recipe):
+    """Qwen2's config lists the type of every layer, which mergekit does not lengthen."""
+    models = [{"model": str(shop.base)}, *recipe.pop("models")]
+    recipe["slices"] = [
+        {"sources": [{**m, "layer_range": taken} for m in models]}
+        for taken in ([0, 2], [1, 3])
+    ]
+    return [("recipe", ["config is not valid", "num_hidden_layers", "4"])]
+
+
 def agent_twice(shop, recipe):
     recipe["models"].append({"model": str(shop.agents[0])})
     return [("recipe", [str(shop.agents[0]), "same model", "listed before"])]
@@ -352,6 +362,7 @@ KINDS = [
     base_not_in_its_slice,
     slice_beyond_the_model,
     slice_of_unequal_ranges,
+    more_layers_than_the_config_allows,
     agent_twice,
     agent_twice_by_symlink,
     agent_twice_by_spelling,
@@ -1001,7 +1012,7 @@ def model_paths(content: dict) -> list[str]:
 
 
 def test_good_recipes_of_other_forms_have_no_problem(make_models, tmp_path):
-    models = make_models(tied=False)
+    models = make_models("llama", tied=False)
     check_recipe(slices(models), tmp_path)
     recipe = models.recipe("ram")
     recipe["models"].insert(0, {"model": models.base_path})
