@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from mergekit.architecture import (
     ModelArchitecture,
     arch_info_for_config,
@@ -787,6 +788,24 @@ def raw_problems(
             dtype = config.out_dtype or config.dtype
             problems += _space_problems(files[base], dtype, out_path)
     return problems
+
+
+def require_readable(recipe_path: str) -> None:
+    """Refuse a recipe of ``mergekit-pytorch`` if a file of it cannot be read.
+
+    Raises:
+        RecipeError: with every such file.
+    """
+    with open(recipe_path, encoding="utf-8") as file:
+        recipe = yaml.safe_load(file)
+    paths = [recipe.get("base_model"), *(m["model"] for m in recipe["models"])]
+    problems = [
+        problem
+        for path in dict.fromkeys(filter(None, paths))
+        for problem in _checkpoint_problems(path, Checkpoint.of_file(path))
+    ]
+    if problems:
+        raise RecipeError(recipe["merge_method"], problems)
 
 
 def plannable_raw(config: RawPyTorchMergeConfig) -> RawPyTorchMergeConfig:

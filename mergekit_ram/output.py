@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+import traceback
 from collections.abc import Iterator
 
 from safetensors import SafetensorError
@@ -58,7 +59,7 @@ def staged_output(out_path: str) -> Iterator[str]:
         reason = _write_failure(error)
         if reason is None:
             raise
-        file = os.path.join(out_path, _newest_file(staging))
+        file = os.path.join(out_path, _file_being_written(error, staging))
         raise WriteError(
             f"{file} cannot be written: {reason}. Nothing of the merged model was kept"
         ) from error
@@ -94,7 +95,11 @@ def _write_failure(error: Exception) -> str | None:
     return None
 
 
-def _newest_file(directory: str) -> str:
+def _file_being_written(error: Exception, directory: str) -> str:
+    """Name of the file; safetensors, which leaves no file behind, was given its path."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "save_file" and "filename" in frame.f_locals:
+            return os.path.basename(frame.f_locals["filename"])
     files = [entry for entry in os.scandir(directory) if entry.is_file()]
     return max(files, key=lambda entry: entry.stat().st_mtime_ns).name if files else ""
 

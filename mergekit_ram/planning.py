@@ -27,6 +27,7 @@ from mergekit_ram.methods import (
     METHODS,
     NOTE,
     RESCALING,
+    MergeError,
     ParameterError,
     RamMethod,
     Refusals,
@@ -203,9 +204,16 @@ def extend_merge(module: ModuleType) -> None:
         from mergekit_ram import check, output
 
         check.require_mergeable(merge_config, options, out_path)
-        with output.staged_output(out_path) as staging:
-            run_merge(merge_config, staging, options, *args, **kwargs)
-            output.add_card_section(staging)
+        try:
+            with output.staged_output(out_path) as staging:
+                run_merge(merge_config, staging, options, *args, **kwargs)
+                output.add_card_section(staging)
+        except MergeError:
+            raise
+        except Exception:
+            # Did something happen to a checkpoint meanwhile? That says more than where it was met.
+            check.require_mergeable(merge_config, options, out_path)
+            raise
 
     module.run_merge = extended_run_merge
 
@@ -320,10 +328,16 @@ def extend_raw_pytorch(module: ModuleType) -> None:
     def extended_run(*args, config_path, out_path, **kwargs):
         if _recipe_method(config_path) not in _BY_NAME:
             return run(*args, config_path=config_path, out_path=out_path, **kwargs)
-        from mergekit_ram import output
+        from mergekit_ram import check, output
 
-        with output.staged_output(out_path) as staging:
-            run(*args, config_path=config_path, out_path=staging, **kwargs)
+        try:
+            with output.staged_output(out_path) as staging:
+                run(*args, config_path=config_path, out_path=staging, **kwargs)
+        except MergeError:
+            raise
+        except Exception:
+            check.require_readable(config_path)
+            raise
 
     module.plan_flat_merge, module.construct_param_dicts = extended_plan, extended_bind
     module.main.callback = extended_run
