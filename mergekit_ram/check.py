@@ -34,7 +34,7 @@ from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 
 from mergekit_ram import output
-from mergekit_ram.checkpoint import Checkpoint, some, stored_bytes
+from mergekit_ram.checkpoint import Checkpoint, TensorHeader, some, stored_bytes
 from mergekit_ram.methods import MergeError
 
 if TYPE_CHECKING:
@@ -317,6 +317,7 @@ def tensor_problems(
     """What is wrong with the tensors that a plan is going to load: missing ones, and shapes that differ."""
     missing: dict[str, list[str]] = {}
     differing: dict[tuple[str, str], list[str]] = {}
+    buffers: dict[str, list[str]] = {}
     for merge in merges:
         inputs, aligned = _inputs(merge)
         found = {
@@ -336,7 +337,22 @@ def tensor_problems(
                 differing.setdefault((str(model), remedy), []).append(
                     f"{merge.output_weight.name} {list(shape)} for the base's {list(expected)}"
                 )
+        kinds = {
+            wanted.model: checkpoints.buffer_dtype(wanted)
+            for wanted in inputs
+            if wanted.model in found
+        }
+        for model, kind in kinds.items():
+            if kind != kinds.get(merge.base_model, kind):
+                kind, expected_kind = kind or "floats", kinds[merge.base_model]
+                buffers.setdefault(str(model), []).append(
+                    f"{merge.output_weight.name} {kind} for the base's {expected_kind or 'floats'}"
+                )
     return [
+        *(
+            Problem(model, f"{_number(kinds)} of another type: {some(kinds)}", _BUFFER)
+            for model, kinds in buffers.items()
+        ),
         *(
             Problem(model, f"{_number(names)} missing: {some(names)}", _INCOMPLETE)
             for model, names in missing.items()
@@ -350,6 +366,7 @@ def tensor_problems(
     ]
 
 
+_BUFFER = "save the checkpoint again with floating weights as the base's"
 _INCOMPLETE = "the checkpoint is incomplete, or of another architecture than the base; get it again"
 _OTHER_SIZE = "only models of the base's size, trained from the base, can be merged"
 _OTHER_VOCABULARY = (
@@ -359,11 +376,18 @@ _OTHER_VOCABULARY = (
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A tensor that a plan loads: the names it may have, and whether the plan can do without."""
+    """A tensor that a plan loads.
+
+    Attributes:
+        names: the names it may have.
+        optional: whether the plan can do without.
+        cast: whether it becomes a floating tensor, whatever it was.
+    """
 
     model: ModelReference
     names: tuple[str, ...]
     optional: bool
+    cast: bool = False
 
 
 class PlannedCheckpoints:
@@ -373,10 +397,21 @@ class PlannedCheckpoints:
         self._described: dict[ModelReference, Checkpoint] = {}
         self._model_types: dict[ModelReference, str] = {}
 
-    def shape(self, wanted: _Wanted) -> tuple[int, ...] | None:
+    def header(self, wanted: _Wanted) -> TensorHeader | None:
         tensors = self.of(wanted.model).tensors
         name = next((name for name in wanted.names if name in tensors), None)
-        return tensors[name].shape if name else None
+        return tensors[name] if name else None
+
+    def shape(self, wanted: _Wanted) -> tuple[int, ...] | None:
+        header = self.header(wanted)
+        return header.shape if header else None
+
+    def buffer_dtype(self, wanted: _Wanted) -> str | None:
+        """The dtype the tensor is loaded as if that is not a floating one."""
+        header = self.header(wanted)
+        if header is None or header.dtype is None or header.floating or wanted.cast:
+            return None
+        return header.dtype
 
     def holds(self, wanted: _Wanted) -> bool:
         """Whether the checkpoint has the tensor, or mergekit can make it of others, as of an older layout."""
@@ -429,6 +464,7 @@ def _inputs(merge: ExecuteMergeMethodTask) -> tuple[list[_Wanted], bool]:
             load.model,
             (load.tensor, *(load.aliases or ()), *(load.tied_names or ())),
             load.optional,
+            cast=bool(load.dtype),
         )
         for load in loads
     ]

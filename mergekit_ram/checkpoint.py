@@ -47,6 +47,10 @@ class TensorHeader:
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
 
+    @property
+    def floating(self) -> bool:
+        return self.dtype in _FLOATING
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -242,8 +246,7 @@ def stored_bytes(tensors: Mapping[str, TensorHeader], dtype: str | None) -> int:
     """Bytes of the tensors, floating ones taken as ``dtype`` (a torch name without prefix) unless None."""
     total = 0
     for header in tensors.values():
-        floating = header.dtype in _FLOATING
-        stored_as = dtype if dtype and floating else header.dtype or ""
+        stored_as = dtype if dtype and header.floating else header.dtype or ""
         bits = re.search(r"\d+", stored_as)
         total += math.prod((0,) if header.shape is None else header.shape) * (
             int(bits[0]) // 8 if bits else 1
