@@ -804,7 +804,8 @@ def raw_problems(
     for reference, file in files.items():
         problems += _checkpoint_problems(str(reference), file)
     if not (tensor_union or tensor_intersection):
-        names = dict.fromkeys(name for model in models for name in files[model].tensors)
+        # mergekit would drop what only the base has, without a word.
+        names = dict.fromkeys(n for file in files.values() for n in file.tensors)
         for reference, file in files.items():
             missing = [name for name in names if name not in file.tensors]
             if missing and not file.faults:

@@ -794,6 +794,12 @@ def test_tensors_that_differ_are_fine_where_an_option_says_which_to_merge(
     assert len(problems_of(recipe, tmp_path)) == 1
     check_recipe(recipe, tmp_path, "--tensor-union")
     check_recipe(recipe, tmp_path, "--tensor-intersection")
+    # What no agent has would not be merged.
+    raw_pytorch.SimpleLoaderCache().loaders.clear()
+    for agent in agents[1:]:
+        del agent["model.norm.weight"]
+    problems = problems_of(raw_recipe(tmp_path, base, agents, "ram"), tmp_path)
+    assert [p["where"] for p in problems] == [m["model"] for m in recipe["models"]]
     # RAM needs the base's.
     raw_pytorch.SimpleLoaderCache().loaders.clear()
     agents[1]["more"] = torch.ones(3)

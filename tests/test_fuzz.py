@@ -8,16 +8,18 @@ import math
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import checkpoints
+import click
 import mergekit.scripts.merge_raw_pytorch as raw_pytorch
 import pytest
 import torch
 from checkpoints import Weights
 from click.testing import CliRunner
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, seed, settings
 from hypothesis import strategies as st
 from mergekit.io.tasks import LoaderCache
 from mergekit.scripts import run_yaml
@@ -83,13 +85,13 @@ UNUSABLE = [
 class Case:
     """A recipe to run and what has to come of it."""
 
-    models: Models
+    models: Models = dataclasses.field(repr=False)
     recipe: dict
     raw: bool
     refused: list[str]
     """What an error has to say, each part; nothing where the merge has to succeed."""
-    expected: dict[str, Expected]
-    copied: Weights
+    expected: dict[str, Expected] = dataclasses.field(repr=False)
+    copied: Weights = dataclasses.field(repr=False)
     """Tensors that are no floats."""
 
 
@@ -318,9 +320,11 @@ def recipes(draw, directory: Path, *, broken: bool) -> Case:
         dtype=DTYPES.get(recipe.get("dtype")),
         out_dtype=DTYPES.get(recipe.get("out_dtype")),
     )
+    event(f"{method}, {'files' if raw else architecture}")
     case = Case(models, recipe, raw, [], expected, copied)
     if broken:
         oddity = draw(st.sampled_from(BREAKING))
+        event(oddity.__name__)
         case.refused = oddity(case, random.Random(draw(st.integers(0, 999))))
     return case
 
@@ -394,20 +398,36 @@ def examples(number: int) -> settings:
 @examples(30)
 @given(st.data())
 def test_recipe_gives_the_oracles_result_or_one_clear_error(broken, data):
+    try_recipe(broken, data)
+
+
+def try_recipe(broken: bool, data) -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        case = data.draw(recipes(directory, broken=broken))
-        try_case(case, directory)
+        try_case(data.draw(recipes(directory, broken=broken)), directory)
 
 
-if __name__ == "__main__":  # many more: python tests/test_fuzz.py 1000
-    import sys
+@click.command()
+@click.option("--cases", default=1000, show_default=True)
+@click.option("--seed", "start", default=0, show_default=True)
+def main(cases: int, start: int) -> None:
+    """Try that many random recipes: python tests/test_fuzz.py --cases 1000"""
+    torch.set_num_threads(1)
+    tried = 0
 
-    @settings(examples(int(sys.argv[1])), derandomize=False)
+    @seed(start)
+    @settings(examples(cases), derandomize=False)
     @given(st.booleans(), st.data())
     def fuzz(broken, data):
-        test_recipe_gives_the_oracles_result_or_one_clear_error.hypothesis.inner_test(
-            broken, data
-        )
+        nonlocal tried
+        try_recipe(broken, data)
+        tried += 1
 
+    begin = time.perf_counter()
     fuzz()
+    seconds = time.perf_counter() - begin
+    click.echo(f"{tried} recipes, {seconds:.0f} s, seed {start}")
+
+
+if __name__ == "__main__":
+    main()
