@@ -15,6 +15,7 @@ _HOOKS = {
     "mergekit.merge_methods": "register_methods",
     "mergekit.plan": "extend_planner",
     "mergekit.merge": "extend_merge",
+    "mergekit.scripts.multimerge": "extend_multimerge",
     "mergekit.scripts.merge_raw_pytorch": "extend_raw_pytorch",
     "mergekit.evo.genome": "extend_genome",
 }

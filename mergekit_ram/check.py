@@ -5,16 +5,24 @@ Problems are gathered, not raised one by one, and come as one ``RecipeError``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from mergekit.architecture import get_architecture_info
+import yaml
+from mergekit.architecture import (
+    ModelArchitecture,
+    arch_info_for_config,
+    get_architecture_info,
+)
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import MergeConfiguration
+from mergekit.io import LazyTensorLoader, ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache, LoadTensor
 from mergekit.merge_methods.task_adapter import (
     ExecuteMergeMethodTask,
@@ -25,8 +33,12 @@ from mergekit.plan import MergePlanner
 from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 
+from mergekit_ram import output
 from mergekit_ram.checkpoint import Checkpoint, TensorHeader, some, stored_bytes
 from mergekit_ram.methods import MergeError
+
+if TYPE_CHECKING:
+    from mergekit.scripts.merge_raw_pytorch import RawPyTorchMergeConfig
 
 RECIPE = "recipe"
 
@@ -81,83 +93,199 @@ class _Model:
     config: Any
     config_fault: str | None
 
+    @property
+    def quantized(self) -> bool:
+        return self.checkpoint.quantization is not None
+
     @classmethod
     def read(cls, reference: ModelReference, trust_remote_code: bool) -> _Model:
+        path = reference.model.path
+        if path.startswith((".", "/", "~")) and not os.path.isdir(path):
+            return cls(reference, Checkpoint(), None, "there is no such directory")
         try:
             config, fault = reference.config(trust_remote_code=trust_remote_code), None
         except Exception as error:  # transformers raises a dozen kinds
-            config, fault = None, str(error).strip().split("\n")[0]
+            config, fault = None, textwrap.shorten(str(error), 300)
         return cls(reference, Checkpoint.of(reference, config), config, fault)
 
 
-def recipe_problems(
-    config: MergeConfiguration, options: MergeOptions, out_path: str | None = None
-) -> list[Problem]:
-    """What is wrong with a recipe's models and with how it combines them. Tensors are compared once planned.
-
-    Args:
-        out_path: where the merged model goes, for disk space and for not overwriting an input.
-    """
-    models = {
-        reference: _Model.read(reference, options.trust_remote_code)
-        for reference in sorted(config.referenced_models(), key=str)
-    }
-    return [
-        *_combination_problems(config),
-        *(problem for model in models.values() for problem in _model_problems(model)),
-        *_architecture_problems(config, options, models),
-        *_dtype_problems(config),
-        *_output_problems(config, models, out_path),
-    ]
-
-
 def check(
-    config: MergeConfiguration, options: MergeOptions, out_path: str | None = None
+    config: MergeConfiguration,
+    options: MergeOptions,
+    out_path: str | None = None,
+    *,
+    pending: Collection[str] = (),
 ) -> list[Problem]:
-    """Everything wrong with a recipe that can be found without reading a weight. Nothing is written.
+    """Everything wrong with a recipe that can be found without reading a weight. Nothing is written or downloaded.
 
     Args:
         out_path: where the merged model would go, for disk space and for not overwriting an input.
+        pending: paths of models that other merges make first, of which nothing can be known yet.
     """
-    problems = recipe_problems(config, options, out_path)
-    if all(os.path.isdir(model.model.path) for model in config.referenced_models()):
-        problems += _planned_problems(config, options)
+    models = _read_models(config, options, pending)
+    problems = _recipe_problems(config, options, models, out_path)
+    return [*problems, *_planned_problems(config, options, models, problems)]
+
+
+def check_steps(
+    steps: Mapping[str | None, MergeConfiguration],
+    options: MergeOptions,
+    *,
+    pending: Collection[str] = (),
+) -> list[Problem]:
+    """Everything wrong with the recipes of ``mergekit-multi``, by name, None for the one without.
+
+    Args:
+        pending: paths of the models that the steps make.
+    """
+    problems = []
+    for name, config in steps.items():
+        for problem in check(config, options, pending=pending):
+            if problem.where == RECIPE:
+                problem = replace(problem, where=f"{RECIPE} {name or 'without name'}")
+            problems.append(problem)
     return problems
 
 
 def require_mergeable(
     config: MergeConfiguration, options: MergeOptions, out_path: str
 ) -> None:
-    """Refuse a recipe before its models are downloaded and planned.
+    """Refuse a recipe before its models are downloaded, its LoRAs merged and its tensors planned.
 
-    What only a plan shows is refused by the plan itself, which is made once where nothing else is wrong.
+    What only a plan shows is left to the plan itself, which is made once, where nothing else is wrong and every
+    model is at hand.
 
     Raises:
         RecipeError: with all problems.
     """
-    if recipe_problems(config, options, out_path):
-        raise RecipeError(config.merge_method, check(config, options, out_path))
+    models = _read_models(config, options)
+    problems = _recipe_problems(config, options, models, out_path)
+    if any(model.lora for model in models) and not options.lora_merge_cache:
+        problems.append(_NO_LORA_CACHE)
+    if problems or not all(map(_at_hand, models)):
+        problems += _planned_problems(config, options, models, problems)
+    if problems:
+        raise RecipeError(config.merge_method, problems)
+
+
+_NO_LORA_CACHE = Problem(
+    RECIPE,
+    "a LoRA is merged into its model first, and there is no place for the result",
+    "name a directory with --lora-merge-cache",
+)
+
+_Models = Mapping[ModelReference, _Model]
+
+
+def _read_models(
+    config: MergeConfiguration, options: MergeOptions, pending: Collection[str] = ()
+) -> _Models:
+    return {
+        reference: _Model(reference, Checkpoint(), None, None)
+        if reference.model.path in pending
+        else _Model.read(reference, options.trust_remote_code)
+        for reference in sorted(config.referenced_models(), key=str)
+    }
+
+
+def _recipe_problems(
+    config: MergeConfiguration,
+    options: MergeOptions,
+    models: _Models,
+    out_path: str | None,
+) -> list[Problem]:
+    """What is wrong with a recipe's models and with how it combines them. Tensors are compared once planned."""
+    return [
+        *_combination_problems(config),
+        *(problem for model in models.values() for problem in _model_problems(model)),
+        *_architecture_problems(config, options, models),
+        *_dtype_problems(config.dtype, config.out_dtype),
+        *_output_problems(config, models, out_path),
+    ]
 
 
 def _planned_problems(
-    config: MergeConfiguration, options: MergeOptions
-) -> Sequence[Problem]:
-    """Problems of parameters and tensors, unless other ones keep the recipe from being planned."""
-    LoaderCache().setup(options)
-    config = config.model_copy(deep=True)
+    config: MergeConfiguration,
+    options: MergeOptions,
+    models: _Models,
+    known: Sequence[Problem],
+) -> list[Problem]:
+    """Problems of parameters and tensors, as far as the known ones let the recipe be planned."""
+    base = config.base_model or next(iter(config.referenced_models()), None)
+    if base not in models or models[base].config is None:
+        return []
+    apart = {p.where for p in _architecture_problems(config, options, models)}
+    unplanned = {
+        reference
+        for reference, model in models.items()
+        if reference != base and (model.config is None or str(reference) in apart)
+    }
+    config = _without(config, unplanned)
     try:
-        architecture = get_architecture_info(config, options)
-        base = config.base_model or config.referenced_models()[0]
-        MergePlanner(
-            config, architecture, options, base.config(options.trust_remote_code)
-        ).plan_in_memory()
+        with _described_loaders(models, options):
+            architecture = _architecture(config, options)
+            if architecture is None:
+                return []
+            MergePlanner(
+                config, architecture, options, models[base].config
+            ).plan_in_memory()
     except RecipeError as error:
-        return error.problems
-    except Exception as error:
-        return [
-            Problem(RECIPE, f"it cannot be planned: {error}", "see the other problems")
-        ]
+        # A quantized model has other tensors; that is said already.
+        quantized = {str(m.reference) for m in models.values() if m.quantized}
+        return [p for p in error.problems if p.where not in quantized]
+    except Exception as error:  # mergekit's, of a recipe that it cannot plan
+        if known:
+            return []
+        remedy = "see mergekit's documentation of recipes"
+        return [Problem(RECIPE, f"it cannot be planned: {error}", remedy)]
     return []
+
+
+def _without(
+    config: MergeConfiguration, unplanned: set[ModelReference]
+) -> MergeConfiguration:
+    """A copy of a recipe without some of its models, the second mention of any, and dtypes, which may be unusable."""
+    config = config.model_copy(update=_NO_DTYPES, deep=True)
+    if config.base_model in unplanned:
+        config.base_model = None
+
+    def kept(sources: list[Any]) -> list[Any]:
+        first = {source.model: source for source in reversed(sources)}
+        return [s for s in sources if first[s.model] is s and s.model not in unplanned]
+
+    for module in (config.modules or {"": config}).values():
+        if module.models:
+            module.models = kept(module.models)
+        for merged in module.slices or ():
+            merged.sources = kept(merged.sources)
+    return config
+
+
+_NO_DTYPES = {"dtype": None, "out_dtype": None}
+
+
+class _DescribedLoader(LazyTensorLoader):
+    """Stands in for the loader of a checkpoint that is only planned with."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        paths = dict.fromkeys(checkpoint.tensors, "")
+        super().__init__(ShardedTensorIndex("", True, paths, []))
+        self.checkpoint = checkpoint
+
+
+@contextlib.contextmanager
+def _described_loaders(models: _Models, options: MergeOptions) -> Iterator[None]:
+    """Have this thread plan with checkpoints that are described, so that none is downloaded, unpickled or merged."""
+    cache = LoaderCache()
+    cache.setup(options)
+    # An attribute of its own hides the one that the caches of all threads share.
+    cache.loaders = {
+        model.reference: _DescribedLoader(model.checkpoint) for model in models.values()
+    }
+    try:
+        yield
+    finally:
+        del cache.loaders
 
 
 def parameter_problem(refusal: str) -> Problem:
@@ -189,6 +317,7 @@ def tensor_problems(
     """What is wrong with the tensors that a plan is going to load: missing ones, and shapes that differ."""
     missing: dict[str, list[str]] = {}
     differing: dict[tuple[str, str], list[str]] = {}
+    buffers: dict[str, list[str]] = {}
     for merge in merges:
         inputs, aligned = _inputs(merge)
         found = {
@@ -208,7 +337,22 @@ def tensor_problems(
                 differing.setdefault((str(model), remedy), []).append(
                     f"{merge.output_weight.name} {list(shape)} for the base's {list(expected)}"
                 )
+        kinds = {
+            wanted.model: checkpoints.buffer_dtype(wanted)
+            for wanted in inputs
+            if wanted.model in found
+        }
+        for model, kind in kinds.items():
+            if kind != kinds.get(merge.base_model, kind):
+                kind, expected_kind = kind or "floats", kinds[merge.base_model]
+                buffers.setdefault(str(model), []).append(
+                    f"{merge.output_weight.name} {kind} for the base's {expected_kind or 'floats'}"
+                )
     return [
+        *(
+            Problem(model, f"{_number(kinds)} of another type: {some(kinds)}", _BUFFER)
+            for model, kinds in buffers.items()
+        ),
         *(
             Problem(model, f"{_number(names)} missing: {some(names)}", _INCOMPLETE)
             for model, names in missing.items()
@@ -222,6 +366,7 @@ def tensor_problems(
     ]
 
 
+_BUFFER = "save the checkpoint again with floating weights as the base's"
 _INCOMPLETE = "the checkpoint is incomplete, or of another architecture than the base; get it again"
 _OTHER_SIZE = "only models of the base's size, trained from the base, can be merged"
 _OTHER_VOCABULARY = (
@@ -231,11 +376,18 @@ _OTHER_VOCABULARY = (
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A tensor that a plan loads: the names it may have, and whether the plan can do without."""
+    """A tensor that a plan loads.
+
+    Attributes:
+        names: the names it may have.
+        optional: whether the plan can do without.
+        cast: whether it becomes a floating tensor, whatever it was.
+    """
 
     model: ModelReference
     names: tuple[str, ...]
     optional: bool
+    cast: bool = False
 
 
 class PlannedCheckpoints:
@@ -243,6 +395,7 @@ class PlannedCheckpoints:
 
     def __init__(self) -> None:
         self._described: dict[ModelReference, Checkpoint] = {}
+        self._model_types: dict[ModelReference, str] = {}
 
     def header(self, wanted: _Wanted) -> TensorHeader | None:
         tensors = self.of(wanted.model).tensors
@@ -253,6 +406,13 @@ class PlannedCheckpoints:
         header = self.header(wanted)
         return header.shape if header else None
 
+    def buffer_dtype(self, wanted: _Wanted) -> str | None:
+        """The dtype the tensor is loaded as if that is not a floating one."""
+        header = self.header(wanted)
+        if header is None or header.dtype is None or header.floating or wanted.cast:
+            return None
+        return header.dtype
+
     def holds(self, wanted: _Wanted) -> bool:
         """Whether the checkpoint has the tensor, or mergekit can make it of others, as of an older layout."""
         tensors = self.of(wanted.model).tensors
@@ -260,18 +420,29 @@ class PlannedCheckpoints:
             return True
         if wanted.optional:
             return False
-        model_type = wanted.model.config().model_type
-        return can_convert_checkpoint_keys(model_type, set(tensors), wanted.names[0])
+        return can_convert_checkpoint_keys(
+            self._model_type(wanted.model), set(tensors), wanted.names[0]
+        )
 
     def of(self, model: ModelReference) -> Checkpoint:
         if model not in self._described:
-            path = model.model.path
-            self._described[model] = (
-                Checkpoint.of_file(path)
-                if os.path.isfile(path)
-                else Checkpoint.of_directory(LoaderCache().get(model).index.base_path)
-            )
+            self._described[model] = self._describe(model)
         return self._described[model]
+
+    def _describe(self, model: ModelReference) -> Checkpoint:
+        path = model.model.path
+        if os.path.isfile(path):
+            return Checkpoint.of_file(path)
+        loader = LoaderCache().get(model)
+        if isinstance(loader, _DescribedLoader):
+            return loader.checkpoint
+        return Checkpoint.of_directory(loader.index.base_path)
+
+    def _model_type(self, model: ModelReference) -> str:
+        if model not in self._model_types:
+            config = model.config(trust_remote_code=LoaderCache().trust_remote_code)
+            self._model_types[model] = config.model_type
+        return self._model_types[model]
 
 
 def output_bytes(
@@ -303,6 +474,7 @@ def _inputs(merge: ExecuteMergeMethodTask) -> tuple[list[_Wanted], bool]:
             load.model,
             (load.tensor, *(load.aliases or ()), *(load.tied_names or ())),
             load.optional,
+            cast=bool(load.dtype),
         )
         for load in loads
     ]
@@ -348,47 +520,51 @@ def _combinations(config: MergeConfiguration) -> Iterator[_Combination]:
             yield _Combination(
                 f"{prefix}models", config.base_model, models, (None,) * len(models)
             )
-        for i, output in enumerate(module.slices or ()):
+        for i, merged in enumerate(module.slices or ()):
             yield _Combination(
                 f"{prefix}slices[{i}]",
-                output.base_model or config.base_model,
-                tuple(source.model for source in output.sources),
-                tuple(tuple(source.layer_range) for source in output.sources),
+                merged.base_model or config.base_model,
+                tuple(source.model for source in merged.sources),
+                tuple(tuple(source.layer_range) for source in merged.sources),
             )
 
 
 def _combination_problems(config: MergeConfiguration) -> Iterator[Problem]:
     for combination in _combinations(config):
-        place, base = combination.place, combination.base
-        if base is None:
+        yield from _agent_problems(combination)
+
+
+def _agent_problems(combination: _Combination) -> Iterator[Problem]:
+    place, base = combination.place, combination.base
+    if base is None:
+        yield Problem(
+            RECIPE,
+            f"{place}: no base_model",
+            "add `base_model:`, the model that all agents were trained from",
+        )
+    elif None not in combination.layers and base not in combination.models:
+        yield Problem(
+            RECIPE,
+            f"{place}: the base {base} is not among the sources",
+            "list it as a source, with the layers it contributes",
+        )
+    agents = [model for model in combination.models if model != base]
+    if not agents:
+        yield Problem(
+            RECIPE,
+            f"{place}: no agent besides the base",
+            "list the models to merge under `models:`",
+        )
+    seen: dict[str, ModelReference] = {} if base is None else {_place(base): base}
+    for agent in agents:
+        twin = seen.setdefault(_place(agent), agent)
+        if twin is not agent:
+            role = "the base" if twin == base else "listed before"
             yield Problem(
                 RECIPE,
-                f"{place}: no base_model",
-                "add `base_model:`, the model that all agents were trained from",
+                f"{place}: {agent} is the same model as {twin}, {role}",
+                "list every agent once, and the base only as `base_model:`",
             )
-        elif combination.layers[:1] != (None,) and base not in combination.models:
-            yield Problem(
-                RECIPE,
-                f"{place}: the base {base} is not among the sources",
-                "list it as a source, with the layers it contributes",
-            )
-        agents = [model for model in combination.models if model != base]
-        if not agents:
-            yield Problem(
-                RECIPE,
-                f"{place}: no agent besides the base",
-                "list the models to merge under `models:`",
-            )
-        seen: dict[str, ModelReference] = {} if base is None else {_place(base): base}
-        for agent in agents:
-            twin = seen.setdefault(_place(agent), agent)
-            if twin is not agent:
-                role = "the base" if twin == base else "listed before"
-                yield Problem(
-                    RECIPE,
-                    f"{place}: {agent} is the same model as {twin}, {role}",
-                    "list every agent once, and the base only as `base_model:`",
-                )
 
 
 def _place(model: ModelReference) -> str:
@@ -412,12 +588,23 @@ def _model_problems(model: _Model) -> Iterator[Problem]:
             f"its config cannot be read: {model.config_fault}",
             "check the path; a model needs its config.json beside its weights",
         )
-    for fault in model.checkpoint.faults:
+    lora = model.reference.lora
+    if lora and os.path.isdir(lora.path):
+        adapter = os.path.join(lora.path, "adapter_config.json")
+        if not os.path.exists(adapter):
+            yield Problem(
+                where, f"{adapter} is missing", "name the directory of a PEFT adapter"
+            )
+    yield from _checkpoint_problems(where, model.checkpoint)
+
+
+def _checkpoint_problems(where: str, checkpoint: Checkpoint) -> Iterator[Problem]:
+    for fault in checkpoint.faults:
         yield Problem(where, fault, "download or save the checkpoint again")
-    if model.checkpoint.quantization:
+    if checkpoint.quantization:
         yield Problem(
             where,
-            f"it is quantized: {model.checkpoint.quantization}",
+            f"it is quantized: {checkpoint.quantization}",
             "dequantize it first and save float weights; differences of quantized weights mean nothing",
         )
 
@@ -425,7 +612,7 @@ def _model_problems(model: _Model) -> Iterator[Problem]:
 def _architecture_problems(
     config: MergeConfiguration,
     options: MergeOptions,
-    models: Mapping[ModelReference, _Model],
+    models: _Models,
 ) -> Iterator[Problem]:
     configs = {
         reference: model.config for reference, model in models.items() if model.config
@@ -443,16 +630,18 @@ def _architecture_problems(
             f"its architecture is {_listed(configs[model].architectures)}, the base's {_listed(expected)}",
             "only models trained from the base can be merged",
         )
-    if others or len(configs) < len(models):
-        return
+    alike = [model for model in configs if model not in others]
     try:
-        architecture = get_architecture_info(config, options)
-    except Exception as error:
+        known = _without(config, {model for model in models if model not in alike})
+        architecture = _architecture(known, options)
+    except Exception as error:  # mergekit's, of models that it does not know
         yield Problem(RECIPE, f"unknown architecture: {error}", "update mergekit")
+        return
+    if architecture is None:
         return
     for name, module in architecture.modules.items():
         layers = {
-            model: module.architecture.num_layers(configs[model]) for model in configs
+            model: module.architecture.num_layers(configs[model]) for model in alike
         }
         for combination in _combinations(config):
             if combination.place.startswith("modules.") and (
@@ -460,6 +649,43 @@ def _architecture_problems(
             ):
                 continue
             yield from _layer_problems(combination, layers)
+    if len(alike) == len(models):
+        yield from _config_problems(config, architecture, options)
+
+
+def _config_problems(
+    config: MergeConfiguration, architecture: ModelArchitecture, options: MergeOptions
+) -> Iterator[Problem]:
+    """What keeps the merged model's config from being saved, which mergekit does when all else is done."""
+    from mergekit_ram.planning import output_config
+
+    try:
+        merged = output_config(config, architecture, options)
+        getattr(merged, "validate", lambda: None)()
+    except Exception as error:  # transformers raises a dozen kinds
+        yield Problem(
+            RECIPE,
+            f"the merged model's config is not valid: {textwrap.shorten(str(error), 300)}",
+            "keep the base's number of layers, which mergekit cannot change for every architecture",
+        )
+
+
+def _architecture(
+    config: MergeConfiguration, options: MergeOptions
+) -> ModelArchitecture | None:
+    """What mergekit knows of the architecture; None if only weights could show it and some are not at hand."""
+    models = config.referenced_models()
+    described = all(
+        arch_info_for_config(model.config(options.trust_remote_code)) is not None
+        for model in models
+    )
+    if not described and not all(map(_at_hand, models)):
+        return None
+    return get_architecture_info(config, options)
+
+
+def _at_hand(model: ModelReference) -> bool:
+    return os.path.isdir(model.model.path) and not model.lora
 
 
 def _layer_problems(
@@ -473,14 +699,16 @@ def _layer_problems(
     if whole and combination.base in layers:
         expected = layers[combination.base]
         for model in whole:
-            if layers[model] != expected:
+            if layers.get(model, expected) != expected:
                 yield Problem(
                     str(model),
                     f"it has {layers[model]} layers, the base {expected}",
                     "only models trained from the base can be merged; to combine some layers, use `slices:`",
                 )
     for model, taken in zip(combination.models, combination.layers):
-        if taken is not None and not 0 <= taken[0] <= taken[1] <= layers[model]:
+        if taken is None or model not in layers:
+            continue
+        if not 0 <= taken[0] <= taken[1] <= layers[model]:
             yield Problem(
                 str(model),
                 f"{combination.place} takes layers {list(taken)} of its {layers[model]}",
@@ -495,12 +723,11 @@ def _layer_problems(
         )
 
 
-def _dtype_problems(config: MergeConfiguration) -> Iterator[Problem]:
-    for name in ("dtype", "out_dtype"):
-        value = getattr(config, name)
+def _dtype_problems(dtype: str | None, out_dtype: str | None) -> Iterator[Problem]:
+    for name, value in (("dtype", dtype), ("out_dtype", out_dtype)):
         try:
-            dtype = dtype_from_name(value)
-            usable = dtype is None or dtype.is_floating_point
+            parsed = dtype_from_name(value)
+            usable = parsed is None or parsed.is_floating_point
         except RuntimeError:
             usable = False
         if not usable:
@@ -512,33 +739,135 @@ def _dtype_problems(config: MergeConfiguration) -> Iterator[Problem]:
 
 
 def _output_problems(
-    config: MergeConfiguration,
-    models: Mapping[ModelReference, _Model],
-    out_path: str | None,
+    config: MergeConfiguration, models: _Models, out_path: str | None
 ) -> Iterator[Problem]:
     if out_path is None:
         return
     for model in models:
         if os.path.realpath(model.model.path) == os.path.realpath(out_path):
-            yield Problem(
-                RECIPE,
-                f"the output {out_path} is the input {model}",
-                "write the merged model to another directory",
-            )
+            yield _overwriting(out_path, str(model))
     base = models.get(config.base_model)
-    if base is None:
-        return
-    needed = stored_bytes(base.checkpoint.tensors, config.out_dtype or config.dtype)
+    if base is not None:
+        dtype = config.out_dtype or config.dtype
+        yield from _space_problems(base.checkpoint, dtype, out_path)
+
+
+def _overwriting(out_path: str, model: str) -> Problem:
+    return Problem(
+        RECIPE,
+        f"the output {out_path} is the input {model}",
+        "write the merged model to another directory",
+    )
+
+
+def _space_problems(
+    base: Checkpoint, dtype: str | None, out_path: str
+) -> Iterator[Problem]:
+    needed = stored_bytes(base.tensors, dtype)
     existing = os.path.abspath(out_path)
     while not os.path.exists(existing):
         existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        yield Problem(
+            RECIPE,
+            f"the output {out_path} cannot be made: {existing} is a file",
+            "write the merged model to another directory",
+        )
+        return
     free = shutil.disk_usage(existing).free
     if needed > free:
         yield Problem(
             RECIPE,
-            f"the merged model takes {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free at {out_path}",
+            f"the merged model takes {_size(needed)}, {_size(free)} are free at {out_path}",
             "free some space or write it elsewhere",
         )
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def raw_problems(
+    config: RawPyTorchMergeConfig,
+    *,
+    tensor_union: bool,
+    tensor_intersection: bool,
+    out_path: str | None,
+) -> list[Problem]:
+    """What is wrong with the files of a ``mergekit-pytorch`` recipe. Shapes are compared once planned.
+
+    Args:
+        tensor_union: merge every tensor that a model has.
+        tensor_intersection: merge the tensors that all models have.
+        out_path: where the merged file goes, for disk space and for not overwriting an input.
+    """
+    models = tuple(_file_reference(model.model) for model in config.models)
+    base = _file_reference(config.base_model) if config.base_model else None
+    files = {
+        reference: Checkpoint.of_file(reference.model.path)
+        for reference in dict.fromkeys([*models, *([base] if base else [])])
+    }
+    problems = [
+        *_agent_problems(_Combination("models", base, models, (None,) * len(models))),
+        *_dtype_problems(config.dtype, config.out_dtype),
+    ]
+    for reference, file in files.items():
+        problems += _checkpoint_problems(str(reference), file)
+    if not (tensor_union or tensor_intersection):
+        # mergekit would drop what only the base has, without a word.
+        names = dict.fromkeys(n for file in files.values() for n in file.tensors)
+        for reference, file in files.items():
+            missing = [name for name in names if name not in file.tensors]
+            if missing and not file.faults:
+                problems.append(
+                    Problem(
+                        str(reference),
+                        f"{_number(missing)} missing: {some(missing)}",
+                        "get the file again, or merge what all files have with --tensor-intersection",
+                    )
+                )
+    if out_path is not None:
+        for reference in files:
+            folder, name = os.path.split(os.path.realpath(reference.model.path))
+            if folder == os.path.realpath(out_path) and output.replaces(name):
+                problems.append(_overwriting(out_path, str(reference)))
+        if base is not None:
+            dtype = config.out_dtype or config.dtype
+            problems += _space_problems(files[base], dtype, out_path)
+    return problems
+
+
+def require_readable(recipe_path: str) -> None:
+    """Refuse a recipe of ``mergekit-pytorch`` if a file of it cannot be read.
+
+    Raises:
+        RecipeError: with every such file.
+    """
+    with open(recipe_path, encoding="utf-8") as file:
+        recipe = yaml.safe_load(file)
+    paths = [recipe.get("base_model"), *(m["model"] for m in recipe["models"])]
+    problems = [
+        problem
+        for path in dict.fromkeys(filter(None, paths))
+        for problem in _checkpoint_problems(path, Checkpoint.of_file(path))
+    ]
+    if problems:
+        raise RecipeError(recipe["merge_method"], problems)
+
+
+def plannable_raw(config: RawPyTorchMergeConfig) -> RawPyTorchMergeConfig:
+    """The recipe as far as it can be planned: without dtypes, unreadable files and the second mention of any."""
+    readable = {
+        model.model: model
+        for model in reversed(config.models)
+        if not Checkpoint.of_file(model.model).faults
+    }
+    models = [m for m in config.models if readable.get(m.model) is m]
+    return config.model_copy(update={**_NO_DTYPES, "models": models})
+
+
+def _file_reference(path: str) -> ModelReference:
+    return ModelReference.model_validate({"model": {"path": path}})
 
 
 def _listed(names: Sequence[str] | None) -> str:

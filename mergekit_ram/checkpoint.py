@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import pickle
+import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import huggingface_hub
 import safetensors
+import torch
 from mergekit.common import ModelReference
+from mergekit.io.loader import TensorLoader
 
 LOG = logging.getLogger("mergekit_ram")
 
@@ -25,15 +31,25 @@ _QUANTIZED_SUFFIXES = (
     ".SCB",
     ".weight_packed",
 )
-_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+_FLOATING = frozenset(_DTYPE_NAMES.values())
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Shape and dtype of a stored tensor, both None in a pickle. The dtype by safetensors' name, as ``BF16``."""
+    """Shape and dtype of a stored tensor, both None where unknown. The dtype by safetensors' name, as ``BF16``."""
 
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
+
+    @property
+    def floating(self) -> bool:
+        return self.dtype in _FLOATING
 
 
 @dataclass(frozen=True)
@@ -79,21 +95,67 @@ class Checkpoint:
         """Describe a single safetensors or pickle file."""
         try:
             tensors = _file_tensors(path)
-        except (OSError, safetensors.SafetensorError) as error:
+        except _UnreadableError as error:
             return cls(faults=(f"{path}: {error}",))
         return cls(tensors, (), _quantization(tensors, None))
 
 
+class _UnreadableError(Exception):
+    """A file of weights that cannot be read; the message says why, and leaves the file to be named."""
+
+
 def _file_tensors(path: str) -> dict[str, TensorHeader]:
-    if not path.lower().endswith(".safetensors"):
-        os.stat(path)
-        return {}
-    with safetensors.safe_open(path, framework="pt") as file:
-        views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        return {
-            name: TensorHeader(tuple(view.get_shape()), view.get_dtype())
-            for name, view in views.items()
-        }
+    try:
+        # The system's reasons are clearer than what safetensors and torch make of them.
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise _UnreadableError(error.strerror) from None
+    if path.lower().endswith(".safetensors"):
+        return _safetensors_tensors(path)
+    return _pickled_tensors(path)
+
+
+def _safetensors_tensors(path: str) -> dict[str, TensorHeader]:
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            return {
+                name: TensorHeader(tuple(view.get_shape()), view.get_dtype())
+                for name, view in views.items()
+            }
+    except (OSError, safetensors.SafetensorError) as error:
+        raise _UnreadableError(f"{error}; it is damaged or incomplete") from None
+
+
+def _pickled_tensors(path: str) -> dict[str, TensorHeader]:
+    """Tensors of a pickle, by mergekit's own loaders, which build nothing but tensors."""
+    try:
+        stored = _unpickled(path)
+    except Exception as error:  # pickles fail in any way their bytes can be wrong
+        reason = str(error).split("\n")[0].split(". ")[0] or type(error).__name__
+        raise _UnreadableError(
+            f"not a pickle of tensors, or damaged ({reason})"
+        ) from None
+    tensors = {}
+    for name, tensor in stored.items():
+        if not isinstance(getattr(tensor, "dtype", None), torch.dtype):
+            raise _UnreadableError(
+                f"{name} is not a tensor; mergekit reads plain dictionaries of tensors only"
+            )
+        dtype = _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+        tensors[name] = TensorHeader(tuple(tensor.shape), dtype)
+    return tensors
+
+
+def _unpickled(path: str) -> Mapping[str, Any]:
+    """What a pickle holds, without its weights where the format allows that."""
+    if zipfile.is_zipfile(path):
+        try:
+            return TensorLoader.get(path, use_lazy_unpickle=True).index
+        except pickle.UnpicklingError:
+            pass  # The lazy loader knows fewer classes than torch's weights-only one.
+    return TensorLoader.get(path, device="meta").tensors
 
 
 def _local_tensors(directory: str) -> tuple[dict[str, TensorHeader], list[str]]:
@@ -112,11 +174,10 @@ def _sharded_tensors(
     directory: str, index: str
 ) -> tuple[dict[str, TensorHeader], list[str]]:
     try:
-        with open(index, encoding="utf-8") as file:
-            shard_of = json.load(file)["weight_map"]
-        shards = sorted(set(shard_of.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return {}, [f"{index}: not a readable index ({type(error).__name__}: {error})"]
+        shard_of = _weight_map(index)
+    except _UnreadableError as error:
+        return {}, [f"{index}: {error}"]
+    shards = sorted(set(shard_of.values()))
     found: dict[str, TensorHeader] = {}
     faults = []
     for shard in shards:
@@ -131,6 +192,23 @@ def _sharded_tensors(
                 )
         found |= {name: header.tensors.get(name, TensorHeader()) for name in listed}
     return found, faults
+
+
+def _weight_map(index: str) -> dict[str, str]:
+    """File by tensor, as an index says."""
+    try:
+        with open(index, encoding="utf-8") as file:
+            content = json.load(file)
+    except OSError as error:
+        raise _UnreadableError(error.strerror) from None
+    except ValueError as error:  # not JSON, not even text
+        raise _UnreadableError(f"not a readable index ({error})") from None
+    shard_of = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise _UnreadableError("not an index: it has no weight_map")
+    if not all(isinstance(shard, str) for shard in shard_of.values()):
+        raise _UnreadableError("not an index: its weight_map names no files")
+    return shard_of
 
 
 def _hub_tensors(repo: str, revision: str | None) -> dict[str, TensorHeader]:
@@ -166,14 +244,13 @@ def _quantization(tensors: Mapping[str, TensorHeader], config: Any) -> str | Non
 
 def stored_bytes(tensors: Mapping[str, TensorHeader], dtype: str | None) -> int:
     """Bytes of the tensors, floating ones taken as ``dtype`` (a torch name without prefix) unless None."""
-    as_stored = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
     total = 0
     for header in tensors.values():
-        elements = 1
-        for length in header.shape or (0,):
-            elements *= length
-        stored = _FLOAT_BYTES.get(header.dtype or "", 0)
-        total += elements * (as_stored.get(dtype or "", stored) if stored else 8)
+        stored_as = dtype if dtype and header.floating else header.dtype or ""
+        bits = re.search(r"\d+", stored_as)
+        total += math.prod((0,) if header.shape is None else header.shape) * (
+            int(bits[0]) // 8 if bits else 1
+        )
     return total
 
 

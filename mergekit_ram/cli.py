@@ -39,36 +39,41 @@ def main() -> None:
 @click.option(
     "--trust-remote-code", is_flag=True, help="Trust remote code of the models."
 )
-@click.option("--lora-merge-cache", help="Path to store merged LoRA models.")
+@click.option(
+    "--unsafe-truncate-embeddings",
+    is_flag=True,
+    help="As for mergekit-yaml: cut embeddings of several sizes to the smallest.",
+)
+@click.option(
+    "--tensor-intersection",
+    is_flag=True,
+    help="As for mergekit-pytorch: merge the tensors that all models have.",
+)
+@click.option(
+    "--tensor-union",
+    is_flag=True,
+    help="As for mergekit-pytorch: merge every tensor that a model has.",
+)
 def check(recipe: str, out_path: str | None, as_json: bool, **options) -> None:
     """Find what is wrong with a RECIPE before a weight is read.
 
-    Looks at configs, indexes and safetensors headers. Exits with 0 if the recipe can be merged and with 1 if not.
+    Takes recipes of mergekit-yaml, mergekit-multi and mergekit-pytorch. Looks at configs, indexes and the headers of
+    safetensors. Exits with 0 if the recipe can be merged and with 1 if not.
     """
-    import yaml
-    from mergekit.config import MergeConfiguration
     from mergekit.options import MergeOptions
 
     from mergekit_ram.check import RecipeError
-    from mergekit_ram.check import check as find_problems
-    from mergekit_ram.methods import METHODS
+    from mergekit_ram.recipes import check_file
 
-    with open(recipe, encoding="utf-8") as file:
-        try:
-            config = MergeConfiguration.model_validate(yaml.safe_load(file))
-        except (yaml.YAMLError, ValueError, RuntimeError) as error:
-            raise click.ClickException(f"{recipe} is not a recipe: {error}") from None
-    names = [method.spec.name for method in METHODS]
-    if config.merge_method not in names:
-        raise click.ClickException(
-            f"{recipe} uses merge_method {config.merge_method}; this checks {', '.join(names)}"
-        )
-    problems = find_problems(config, MergeOptions(**options), out_path)
+    choice = {
+        name: options.pop(name) for name in ("tensor_union", "tensor_intersection")
+    }
+    method, problems = check_file(recipe, MergeOptions(**options), out_path, **choice)
     if as_json:
         found = [vars(problem) for problem in problems]
         click.echo(json.dumps({"recipe": recipe, "problems": found}, indent=2))
     elif problems:
-        click.echo(str(RecipeError(config.merge_method, problems)), err=True)
+        click.echo(str(RecipeError(method, problems)), err=True)
     else:
         click.echo(f"{recipe} can be merged")
     sys.exit(1 if problems else 0)

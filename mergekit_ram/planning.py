@@ -5,15 +5,18 @@ Each function first checks what it relies on and, where that has changed, says w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import inspect
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
+import yaml
 from mergekit.common import dtype_from_name
 from mergekit.merge_methods.base import BatchOptions, MergeMethod, TensorGroup
 
@@ -205,14 +208,67 @@ def extend_merge(module: ModuleType) -> None:
         from mergekit_ram import check, cluster, output
 
         check.require_mergeable(merge_config, options, out_path)
-        with (
-            cluster.finished_parts_kept(options),
-            output.staged_output(out_path) as staging,
-        ):
-            run_merge(merge_config, staging, options, *args, **kwargs)
-            output.add_card_section(staging)
+        try:
+            with (
+                cluster.finished_parts_kept(options),
+                output.staged_output(out_path) as staging,
+            ):
+                run_merge(merge_config, staging, options, *args, **kwargs)
+                output.add_card_section(staging)
+        except MergeError:
+            raise
+        except Exception:
+            # Did something happen to a checkpoint meanwhile? That says more than where it was met.
+            check.require_mergeable(merge_config, options, out_path)
+            raise
 
     module.run_merge = extended_run_merge
+
+
+def output_config(config: Any, architecture: Any, options: Any) -> Any:
+    """The transformers config that mergekit is going to save with a merged model."""
+    from mergekit import merge
+
+    _require_parameters(merge, "_model_out_config", ["config", "arch_info"])
+    return merge._model_out_config(
+        config, architecture, trust_remote_code=options.trust_remote_code
+    )
+
+
+def extend_multimerge(module: ModuleType) -> None:
+    """Check every recipe of ``mergekit-multi`` before the first is merged.
+
+    Args:
+        module: ``mergekit.scripts.multimerge``.
+    """
+    expected = ["merge_configs", "merge_options", "intermediate_dir", "lazy"]
+    _require_parameters(module, "make_tasks", expected)
+    make_tasks = module.make_tasks
+    if hasattr(make_tasks, "__wrapped__"):
+        return
+    signature = inspect.signature(make_tasks)
+
+    @functools.wraps(make_tasks)
+    def extended_make_tasks(*args, **kwargs):
+        from mergekit_ram import check
+
+        given = signature.bind(*args, **kwargs).arguments
+        steps = {
+            name: config
+            for name, config in given["merge_configs"].items()
+            if config.merge_method in _BY_NAME
+        }
+        pending = [
+            os.path.join(given["intermediate_dir"], name)
+            for name in filter(None, given["merge_configs"])
+        ]
+        problems = check.check_steps(steps, given["merge_options"], pending=pending)
+        if problems:
+            methods = dict.fromkeys(config.merge_method for config in steps.values())
+            raise check.RecipeError(", ".join(methods), problems)
+        return make_tasks(*args, **kwargs)
+
+    module.make_tasks = extended_make_tasks
 
 
 def extend_raw_pytorch(module: ModuleType) -> None:
@@ -226,6 +282,8 @@ def extend_raw_pytorch(module: ModuleType) -> None:
         return
     _require_parameters(module, "plan_flat_merge", ["config", "options"])
     _require_parameters(module, "construct_param_dicts", ["config", "tensor_name"])
+    run = getattr(module.main, "callback", None)
+    _require(callable(run), "merge_raw_pytorch.main is not a command")
 
     @functools.wraps(plan)
     def extended_plan(config, out_path, tensor_union, tensor_intersection, options):
@@ -233,9 +291,28 @@ def extend_raw_pytorch(module: ModuleType) -> None:
         method = _BY_NAME.get(config.merge_method)
         if method is None:
             return plan(*arguments)
+        from mergekit_ram import check, output
+
+        problems = check.raw_problems(
+            config,
+            tensor_union=tensor_union,
+            tensor_intersection=tensor_intersection,
+            out_path=output.published_at(out_path) if out_path else None,
+        )
+        if not problems:
+            return planned(method, *arguments)
+        with contextlib.suppress(Exception):  # of what is known to be wrong already
+            plannable = check.plannable_raw(config)
+            try:
+                planned(method, plannable, out_path, True, False, options)
+            except check.RecipeError as error:
+                problems += error.problems
+        raise check.RecipeError(config.merge_method, problems)
+
+    def planned(method, config, out_path, tensor_union, tensor_intersection, options):
         refusals = Refusals()
         with refusals.collect():
-            targets = plan(*arguments)
+            targets = plan(config, out_path, tensor_union, tensor_intersection, options)
         *saves, finalize = targets
         merges = [save.tensor_task for save in saves]
         recipe = config.model_dump(mode="json", exclude_defaults=True)
@@ -254,7 +331,34 @@ def extend_raw_pytorch(module: ModuleType) -> None:
         _name_tensor(tensor_name)
         return bind(config, merge_method, tensor_name)
 
+    @functools.wraps(run)
+    def extended_run(*args, config_path, out_path, **kwargs):
+        if _recipe_method(config_path) not in _BY_NAME:
+            return run(*args, config_path=config_path, out_path=out_path, **kwargs)
+        from mergekit_ram import check, output
+
+        try:
+            with output.staged_output(out_path) as staging:
+                run(*args, config_path=config_path, out_path=staging, **kwargs)
+        except MergeError:
+            raise
+        except Exception:
+            check.require_readable(config_path)
+            raise
+
     module.plan_flat_merge, module.construct_param_dicts = extended_plan, extended_bind
+    module.main.callback = extended_run
+
+
+def _recipe_method(path: str) -> str | None:
+    """The merge method that a recipe file names; None, for mergekit to say why, if it is no recipe."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            recipe = yaml.safe_load(file)
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    method = recipe.get("merge_method") if isinstance(recipe, dict) else None
+    return method if isinstance(method, str) else None
 
 
 def extend_genome(module: ModuleType) -> None:

@@ -25,6 +25,7 @@ from mergekit_ram.methods import (
     COUNTING,
     NOTE,
     RESCALING,
+    MergeError,
     rescaling_by_agent,
 )
 from mergekit_ram.overlap import GroupOverlap
@@ -220,7 +221,16 @@ def _execute_with(
     tensors: dict[ModelReference, torch.Tensor],
     extra: dict[str, Any],
 ) -> Any:
-    """Run a merge as mergekit does, with more parameters bound than the recipe's."""
+    """Run a merge as mergekit does, with more parameters bound than the recipe's.
+
+    Raises:
+        MergeError: the tensors cannot be merged.
+    """
     parameters = ImmutableMap({**dict(task.parameters.items()), **extra})
     bound = task.model_copy(update={"parameters": parameters})
-    return ExecuteMergeMethodTask.execute(bound, tensors)
+    try:
+        return ExecuteMergeMethodTask.execute(bound, tensors)
+    except MergeError:
+        raise
+    except ValueError as error:  # mergekit's and the kernel's, of tensors unlike
+        raise MergeError(f"cannot merge {task.output_weight.name}: {error}") from error

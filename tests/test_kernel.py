@@ -20,6 +20,7 @@ from mergekit_ram.kernel import (
     merge,
     merge_and_count,
 )
+from mergekit_ram.overlap import OverlapCounts
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (BF16, F16, F32, F64)
@@ -607,6 +608,22 @@ def test_finite_weights_whose_sum_overflows_are_not_refused(call):
     base, agent = torch.zeros(9), torch.full((9,), 1e38)
     call(base, [Agent(agent)])
     assert torch.equal(merge(base, [Agent(agent)]), agent)
+
+
+@pytest.mark.parametrize("agents", [0, 1, 3, 11])
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4, 2)])
+def test_empty_tensor_merges_and_counts_nothing(shape, agents):
+    base = torch.zeros(shape, dtype=BF16)
+    merged, counts = merge_and_count(base, [Agent(base.clone())] * agents)
+    assert same_bits(merged, base)
+    assert counts == count(base, [Agent(base)] * agents) == OverlapCounts.zero(agents)
+
+
+def test_no_agents_leave_the_base_and_count_its_elements():
+    base = torch.tensor([0.5, -0.0, 3.0])
+    merged, counts = merge_and_count(base, [])
+    assert same_bits(merged, base)
+    assert counts == count(base, []) == OverlapCounts(3, (), (), (), 0)
 
 
 PEAK_MEMORY = """

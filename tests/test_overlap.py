@@ -197,3 +197,24 @@ def test_rescaling_of_a_model_is_by_its_summed_counts(model, r, alpha, kind):
     assert factors == pytest.approx(
         oracle.rescaling(reference, r=r, alpha=alpha, ratio=kind), rel=1e-15
     )
+
+
+@pytest.mark.parametrize("agents", [1, 2, 5, 11])
+@pytest.mark.parametrize("blocks", [(), (0,), (0, 0, 0)])
+def test_tally_of_no_elements_is_zero(agents, blocks):
+    counter = Tally(agents, 8, torch.float32, torch.device("cpu"))
+    for elements in blocks:
+        counter.begin(elements)
+        for agent in range(agents):
+            counter.add(agent, torch.zeros(elements))
+        counter.end()
+    assert counter.counts() == OverlapCounts.zero(agents)
+
+
+@pytest.mark.parametrize("elements", [0, 1, 2, 7, 64])
+def test_tally_of_no_agents_counts_elements_only(elements):
+    counter = Tally(0, 64, torch.float32, torch.device("cpu"))
+    for _ in range(3):
+        counter.begin(elements)
+        counter.end()
+    assert counter.counts() == OverlapCounts(3 * elements, (), (), (), 0)
