@@ -216,7 +216,7 @@ class MergeRecord:
                 )
             )
         return Report(
-            versions=_versions(),
+            versions=versions(),
             method=self.method,
             base_model=self.base_model,
             recipe=self.recipe,
@@ -275,7 +275,8 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     ]
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of the packages that a result depends on."""
     from mergekit_ram import __version__
 
     found = {"mergekit-ram": __version__}

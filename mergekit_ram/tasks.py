@@ -9,7 +9,7 @@ outer graph still falls into one island per tensor for mergekit's multi-GPU exec
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional
 
 import torch
@@ -22,9 +22,10 @@ from mergekit.options import MergeOptions
 from pydantic import ConfigDict
 
 from mergekit_ram.methods import (
-    COUNTING,
+    MEASURE,
     NOTE,
     RESCALING,
+    RamMethod,
     rescaling_by_agent,
 )
 from mergekit_ram.overlap import GroupOverlap
@@ -48,9 +49,7 @@ class CountOverlap(Task[Optional[GroupOverlap]]):
     def execute(
         self, tensors: dict[ModelReference, torch.Tensor]
     ) -> Optional[GroupOverlap]:
-        # The merge task itself decides what is merged, copied or skipped.
-        result = _execute_with(self.merge, tensors, {COUNTING: True})
-        return result if isinstance(result, GroupOverlap) else None
+        return measure(self.merge, tensors, RamMethod.count_group)
 
 
 class MeasureOverlap(Task[GroupOverlap]):
@@ -80,29 +79,12 @@ class MeasureOverlap(Task[GroupOverlap]):
             for task, overlap in self._count()
             if overlap is not None
         ]
-        for merge, overlap in found:
-            self.record.add(merge.output_weight.name, overlap, {})
-        total = self.record.overlap()
-        for merge, overlap in found:
-            rescaling = rescaling_by_agent(total, merge.parameters)
-            self.record.add(merge.output_weight.name, overlap, rescaling)
-        log_agents(self.record.report())
-        return total
+        return record_measured(self.record, found)
 
     def _count(self) -> list[tuple[CountOverlap, Optional[GroupOverlap]]]:
         counting = [CountOverlap(merge=merge) for merge in self.merges]
-        options = self.options
-        if options.multi_gpu:
-            executor = MultiGPUExecutor(
-                counting, storage_device=None if options.low_cpu_memory else "cpu"
-            )
-            return list(executor.run(quiet=options.quiet))
-        executor = Executor(
-            counting,
-            math_device=options.device,
-            storage_device=options.device if options.low_cpu_memory else "cpu",
-        )
-        return list(executor.run(quiet=options.quiet, desc="Measuring overlap"))
+        quiet = self.options.quiet
+        return list(run(counting, self.options, quiet=quiet, desc="Measuring overlap"))
 
 
 class RamMerge(ExecuteMergeMethodTask, Task[torch.Tensor]):
@@ -176,6 +158,61 @@ def merges_by_model_ratio(
         RamMerge.model_construct(**dict(merge), record=record, overlap=overlap)
         for merge in merges
     ]
+
+
+def record_measured(
+    record: MergeRecord, found: Sequence[tuple[ExecuteMergeMethodTask, GroupOverlap]]
+) -> GroupOverlap:
+    """Note what each merge was measured to be, and the λ that follow from their sum, which is returned."""
+    for merge, overlap in found:
+        record.add(merge.output_weight.name, overlap, {})
+    total = record.overlap()
+    for merge, overlap in found:
+        rescaling = rescaling_by_agent(total, merge.parameters)
+        record.add(merge.output_weight.name, overlap, rescaling)
+    log_agents(record.report())
+    return total
+
+
+def run(
+    targets: Sequence[Task],
+    options: MergeOptions,
+    *,
+    quiet: bool,
+    desc: str | None = None,
+) -> Iterator[tuple[Any, Any]]:
+    """Run a graph on the devices that the options name; yields every target with what it gave.
+
+    Args:
+        quiet: show no progress bar.
+        desc: title of the progress bar.
+    """
+    if options.multi_gpu:
+        executor = MultiGPUExecutor(
+            targets, storage_device=None if options.low_cpu_memory else "cpu"
+        )
+        return executor.run(quiet=quiet)
+    executor = Executor(
+        targets,
+        math_device=options.device,
+        storage_device=options.device if options.low_cpu_memory else "cpu",
+    )
+    return executor.run(quiet=quiet, desc=desc)
+
+
+def measure(
+    merge: ExecuteMergeMethodTask,
+    tensors: dict[ModelReference, torch.Tensor],
+    function: Callable[..., Any],
+) -> Any:
+    """Call a function with what one of our methods would merge; None where it would merge nothing.
+
+    Args:
+        function: takes method, group, bound parameters and ``input_dtype``, as ``RamMethod.count_group`` does.
+    """
+    # The merge task itself decides what is merged, copied or skipped.
+    result = _execute_with(merge, tensors, {MEASURE: function})
+    return None if isinstance(result, torch.Tensor) else result
 
 
 def log_agents(report: Report) -> None:
