@@ -28,7 +28,12 @@ from mergekit_ram.inspection import count, plan_inspection
 from mergekit_ram.methods import MergeError, RamMethod
 from mergekit_ram.overlap import GroupOverlap
 from mergekit_ram.progress import progress
-from mergekit_ram.recipe import Recipe, parameter_names, required_parameters
+from mergekit_ram.recipe import (
+    Recipe,
+    parameter_names,
+    require_method,
+    required_parameters,
+)
 from mergekit_ram.report import versions
 from mergekit_ram.retention import AgentRetention, Retention
 from mergekit_ram.tasks import RamMerge, measure, run
@@ -173,7 +178,7 @@ def compare(
         MergeError: the recipe cannot be merged, by one of the methods at least.
     """
     for name in methods:
-        _require_known(name)
+        require_method(name)
     counted = plan_inspection(recipe, options, {})
     planned = tuple(_plan(recipe, options, name) for name in methods)
     overlap, counting_seconds = None, 0.0
@@ -220,12 +225,6 @@ def _run(
     ):
         if compared is not None:
             yield compared
-
-
-def _require_known(name: str) -> None:
-    known = sorted(method.spec.name for method in merge_methods.registered_methods())
-    if name not in known:
-        raise MergeError(f"no merge method {name}; known are {', '.join(known)}")
 
 
 def _plan(recipe: Recipe, options: MergeOptions, name: str) -> PlannedMethod:

@@ -17,6 +17,8 @@ SPARSE = 0.5
 COLLIDING = 0.3
 # … or where they pull this part of what they share in opposite directions.
 CONFLICTING = 0.4
+# So many of the pairs that do are named.
+_MOST_NAMED = 3
 # So many elements in common that a rate of conflicts means something.
 _ENOUGH_SHARED = 100
 # A count that moves by more than this part from one decade of epsilon to the next depends on epsilon.
@@ -83,7 +85,7 @@ class Inspection(Report):
     def _sparsity(self) -> Iterator[str]:
         parts = [agent.changed / agent.total for agent in self.agents if agent.total]
         low, high = min(parts), max(parts)
-        changed = percent(low) if low == high else f"{percent(low)} to {percent(high)}"
+        changed = " to ".join(dict.fromkeys((percent(low), percent(high))))
         if high <= SPARSE:
             yield (
                 f"sparse: the agents changed {changed} of the elements. RAM is made for this: it keeps what one "
@@ -109,21 +111,25 @@ class Inspection(Report):
 
     def _collisions(self) -> Iterator[str]:
         names = self.names()
-        found = False
-        for i, j in itertools.combinations(range(len(names)), 2):
-            both, jaccard = self.pairwise_shared[i][j], self.jaccard(i, j)
-            opposed = self.conflict_rate(i, j)
-            chance = self.agents[i].changed * self.agents[j].changed / max(self.total, 1)  # fmt: skip
-            colliding = jaccard > COLLIDING or opposed > CONFLICTING
-            if both < _ENOUGH_SHARED or not colliding:
-                continue
-            found = True
-            yield (
-                f"{names[i]} and {names[j]} collide: they share {percent(jaccard)} of what either changed "
-                f"({both / chance:.1f} times as much as by chance) and move {percent(opposed)} of it in opposite "
-                "directions"
+        colliding = [
+            (i, j)
+            for i, j in itertools.combinations(range(len(names)), 2)
+            if self.pairwise_shared[i][j] >= _ENOUGH_SHARED
+            and (
+                self.jaccard(i, j) > COLLIDING or self.conflict_rate(i, j) > CONFLICTING
             )
-        if found:
+        ]
+        colliding.sort(key=lambda pair: -self.jaccard(*pair))
+        for i, j in colliding[:_MOST_NAMED]:
+            chance = self.agents[i].changed * self.agents[j].changed / self.total
+            yield (
+                f"{names[i]} and {names[j]} collide: they share {percent(self.jaccard(i, j))} of what either changed "
+                f"({self.pairwise_shared[i][j] / chance:.1f} times as much as by chance) and move "
+                f"{percent(self.conflict_rate(i, j))} of it in opposite directions"
+            )
+        if len(colliding) > _MOST_NAMED:
+            yield f"{len(colliding) - _MOST_NAMED} more pairs collide, less than these"
+        if colliding:
             yield (
                 "for shared elements try shared: ties, which elects a direction instead of averaging, or weight, to "
                 "let one agent count for more"
@@ -140,12 +146,12 @@ class Inspection(Report):
         hidden = at[below] / max(at[low], 1) - 1
         if lost > _SENSITIVE:
             yield (
-                f"epsilon matters here: at {above:g} instead of {low:g} {percent(lost)} of the updates would no "
+                f"epsilon matters here: at {power(above)} instead of {power(low)} {percent(lost)} of the updates would no "
                 "longer count"
             )
         if hidden > _SENSITIVE:
             yield (
-                f"updates below epsilon: at {below:g} instead of {low:g} {percent(hidden)} more would count"
+                f"updates below epsilon: at {power(below)} instead of {power(low)} {percent(hidden)} more would count"
             )
 
     def to_markdown(self) -> str:
@@ -267,6 +273,12 @@ def percent(part: float) -> str:
         return ">99.99%"
     digits = 2 if value < 1 or value > 99.9 else 1 if value < 10 or value > 99 else 0
     return f"{value:.{digits}f}%"
+
+
+def power(value: float) -> str:
+    """A number as short as it can be: 1e-5, not 1e-05."""
+    short = f"{value:.0e}".replace("e-0", "e-")
+    return short if abs(value) < 0.01 and float(short) == value else f"{value:g}"
 
 
 def number(value: float | None) -> str:

@@ -46,7 +46,7 @@ class Recipe:
         """Read a recipe of ``mergekit-yaml`` or of ``mergekit-pytorch``.
 
         Raises:
-            MergeError: the file holds no recipe, or one without a base model.
+            MergeError: the file holds no recipe, one of an unknown method, or one without a base model.
         """
         with open(path, encoding="utf-8") as file:
             try:
@@ -54,6 +54,7 @@ class Recipe:
                 recipe._configuration()
             except (yaml.YAMLError, ValueError, TypeError, RuntimeError) as error:
                 raise MergeError(f"{path} is not a recipe: {error}") from None
+        require_method(recipe.method)
         bases = [recipe.content.get("base_model"), *_values(recipe.content, "base_model")]  # fmt: skip
         if not any(bases):
             raise MergeError(
@@ -141,6 +142,17 @@ class Recipe:
         if self.of_state_dicts:
             return merge_raw_pytorch.RawPyTorchMergeConfig.model_validate(self.content)
         return MergeConfiguration.model_validate(self.content)
+
+
+def require_method(name: str) -> None:
+    """Refuse the name of a merge method that mergekit does not know.
+
+    Raises:
+        MergeError: lists the known ones.
+    """
+    known = sorted(method.spec.name for method in merge_methods.registered_methods())
+    if name not in known:
+        raise MergeError(f"no merge method {name}; known are {', '.join(known)}")
 
 
 def required_parameters(method: str) -> tuple[str, ...]:

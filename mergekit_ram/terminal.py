@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from rich import box
 from rich.console import Console, Group
 from rich.padding import Padding
 from rich.table import Table
@@ -15,6 +16,7 @@ from mergekit_ram.findings import (
     MethodComparison,
     number,
     percent,
+    power,
 )
 from mergekit_ram.magnitude import SWEEP
 
@@ -52,7 +54,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
 
 def _heading(inspection: Inspection) -> Text:
     low, high = inspection.epsilon
-    epsilon = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    epsilon = " to ".join(dict.fromkeys((power(low), power(high))))
     rescaling = ", ".join(f"{k} {_plain(v)}" for k, v in inspection.rescaling.items())
     return Text(
         f"{inspection.total:,} elements, base {inspection.base_model}\n"
@@ -112,13 +114,13 @@ def _magnitude_table(inspection: Inspection) -> Table:
     changed = [max(sum(counts), 1) for counts in magnitudes.counts]
     edges = magnitudes.edges
     bins = [
-        f"≤ {edges[0]:g}",
-        *(f"{low:g} – {high:g}" for low, high in zip(edges, edges[1:])),
-        f"> {edges[-1]:g}",
+        f"≤ {power(edges[0])}",
+        *(f"{power(low)} – {power(high)}" for low, high in zip(edges, edges[1:])),
+        f"> {power(edges[-1])}",
     ]
     held = [k for k in range(len(bins)) if any(row[k] for row in magnitudes.counts)]
     table = _table(
-        "Magnitudes of the differences from the base" + _sampled(inspection),
+        "Magnitudes of the changes; epsilon at the gap" + _sampled(inspection),
         *("|agent - base|", *inspection.names()),
     )
     epsilon = inspection.epsilon[0]
@@ -136,7 +138,7 @@ def _sweep_table(inspection: Inspection) -> Table:
     table = _table(
         "Changed elements by epsilon, and the shared ones among them"
         + _sampled(inspection),
-        *("agent", *(f"{point.epsilon:g}" for point in points)),
+        *("agent", *(power(point.epsilon) for point in points)),
     )
     for i, (name, agent) in enumerate(zip(inspection.names(), inspection.agents)):
         cells = []
@@ -174,11 +176,11 @@ def _ends(parts: Sequence) -> list:
 
 # Column, measure, what is best, how it is written.
 _COLUMNS: tuple[tuple[str, str, Callable | None, Callable], ...] = (
-    ("unique kept", "unique_retention", lambda v: -abs(v - 1), number),
-    ("shared kept", "shared_retention", lambda v: -abs(v - 1), number),
+    ("unique\nkept", "unique_retention", lambda v: -abs(v - 1), number),
+    ("shared\nkept", "shared_retention", lambda v: -abs(v - 1), number),
     ("cosine", "cosine", lambda v: v, number),
-    ("same sign", "sign_agreement", lambda v: v, percent),
-    ("norm", "norm_ratio", lambda v: -abs(v - 1), number),
+    ("same\nsign", "sign_agreement", lambda v: v, percent),
+    ("norm", "norm_ratio", None, number),
 )
 
 
@@ -262,24 +264,31 @@ def _plain(value: object) -> str:
         return "/".join(map(_plain, value.values()))
     if isinstance(value, list):
         return "–".join(map(_plain, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return power(value) if isinstance(value, float) else str(value)
 
 
 def _marked(
-    values: Sequence[float | None], best: Callable, written: Callable
+    values: Sequence[float | None], best: Callable | None, written: Callable
 ) -> list[str]:
-    """Values as text, a star at those that read like the best one."""
+    """Values as text, a star at those that read like the best one; without a best, no star."""
     present = [value for value in values if value is not None]
-    mark = written(max(present, key=best)) if present else None
+    mark = written(max(present, key=best)) if best and present else None
     texts = ["–" if value is None else written(value) for value in values]
     return [f"*{text}" if text == mark else text for text in texts]
 
 
 def _table(title: str, first: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(
+        title=f"\n{title}",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
     table.add_column(first, overflow="fold")
     for column in columns:
-        table.add_column(column, justify="right", overflow="fold")
+        table.add_column(column, justify="right", overflow="fold", vertical="bottom")
     return table
 
 
