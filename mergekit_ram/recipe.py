@@ -26,6 +26,8 @@ from mergekit_ram.methods import METHODS, MergeError
 
 _OURS = frozenset(method.spec.name for method in METHODS)
 _PARAMETERS = "parameters"
+# What reading something else than a recipe runs into.
+_MALFORMED = (ValueError, TypeError, AttributeError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,10 @@ class Recipe:
             try:
                 recipe = cls(yaml.safe_load(file), **settings)
                 recipe._configuration()
-            except (yaml.YAMLError, ValueError, TypeError, RuntimeError) as error:
+            except (yaml.YAMLError, *_MALFORMED) as error:
                 raise MergeError(f"{path} is not a recipe: {error}") from None
         require_method(recipe.method)
-        bases = [recipe.content.get("base_model"), *_values(recipe.content, "base_model")]  # fmt: skip
-        if not any(bases):
+        if not any(_values(recipe.content, "base_model")):
             raise MergeError(
                 f"{path} names no base_model, and what an agent changed is its difference from the base: add "
                 "base_model, the model that all agents were trained from"

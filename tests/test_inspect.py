@@ -545,6 +545,15 @@ def test_mergekits_options_are_taken(command):
         assert option in text
 
 
+@pytest.mark.parametrize("content", ["", "- 1", "models: [a]", "a: {b", "text"])
+def test_file_that_is_no_recipe_is_told(content, tmp_path):
+    file = tmp_path / "recipe.yml"
+    file.write_text(content)
+    result = CliRunner().invoke(cli.main, ["inspect", str(file)])
+    assert result.exit_code == 1
+    assert "recipe.yml is not a recipe" in words(result.output)
+
+
 @pytest.mark.parametrize("command", ["inspect", "compare"])
 @pytest.mark.parametrize("fault", ["no base", "not a recipe", "no such method", "missing tensor"])  # fmt: skip
 def test_faults_are_messages(command, fault, models, tmp_path):
