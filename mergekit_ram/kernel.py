@@ -177,7 +177,7 @@ def task_vectors(
     )
     longest = stream.rows.base.shape[0]
     vectors = stream.rows.base.new_empty(len(agents), longest)
-    for index, rows in itertools.islice(stream.blocks(), every // 2, None, every):
+    for index, rows in stream.blocks(every):
         yield stream.subtract(index, rows, vectors[:, : rows.base.shape[0]])
 
 
@@ -286,9 +286,10 @@ class _Stream:
             self.tally.end()
         self._require_finite()
 
-    def blocks(self) -> Iterator[tuple[tuple, _Rows]]:
-        """The index of every block, with scratch rows of the block's length."""
-        for index in _block_indices(self.base.shape, self.limit):
+    def blocks(self, every: int = 1) -> Iterator[tuple[tuple, _Rows]]:
+        """The index of every block, or of the middle one of so many, with scratch rows of the block's length."""
+        indices = _block_indices(self.base.shape, self.limit)
+        for index in itertools.islice(indices, every // 2, None, every):
             yield index, self.rows.first(self.base[index].numel())
 
     def _deltas(self, index: tuple, rows: _Rows) -> Iterator[torch.Tensor]:
@@ -436,6 +437,7 @@ def _check(tensors: Sequence[torch.Tensor]) -> None:
             )
 
 
+@functools.lru_cache(maxsize=256)
 def round_down(value: float, dtype: torch.dtype) -> float:
     """The largest number of dtype not above value, so that x > value decides alike for every x of dtype."""
     rounded = torch.tensor(value, dtype=dtype)

@@ -21,8 +21,8 @@ EDGES = (1e-8, 3e-8, *SWEEP, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 _THRESHOLDS = (0.0, *EDGES)
 _SWEPT = slice(_THRESHOLDS.index(SWEEP[0]), _THRESHOLDS.index(SWEEP[-1]) + 1)
 
-# The rows of a block stay in the second-level cache, and a sample of blocks is spread finely.
-_BLOCK_ELEMENTS = 1 << 13
+# A sample is of many small blocks; the rows of a larger one still stay in the second-level cache.
+_SAMPLED_BLOCK, _BLOCK = 1 << 12, 1 << 15
 # At least so many blocks of a tensor are measured, all if there are no more.
 _LEAST_BLOCKS = 4
 
@@ -53,17 +53,18 @@ def measure(
     *,
     input_dtype: torch.dtype | None = None,
     every: int = 1,
-    block_elements: int = _BLOCK_ELEMENTS,
+    block_elements: int | None = None,
 ) -> Magnitudes:
     """Measure the task vectors of one tensor. Arguments as for ``kernel.count``; ``rule.epsilon`` has no influence.
 
     Args:
         every: look at one of so many blocks, but at four of a tensor at least.
     """
+    block_elements = block_elements or (_SAMPLED_BLOCK if every > 1 else _BLOCK)
     blocks = base.numel() // block_elements
     every = max(1, min(every, blocks // _LEAST_BLOCKS))
-    changed = torch.zeros(len(agents), len(_THRESHOLDS), dtype=torch.float64)
-    shared = torch.zeros(len(agents), len(SWEEP), dtype=torch.float64)
+    changed = torch.zeros(len(_THRESHOLDS), len(agents), dtype=torch.float64)
+    shared = torch.zeros(len(SWEEP), len(agents), dtype=torch.float64)
     sampled = 0
     for vectors in task_vectors(
         base,
@@ -74,11 +75,14 @@ def measure(
         every=every,
     ):
         sizes = vectors.abs_()
-        changed += _above(sizes, _THRESHOLDS)
-        shared += _above(torch.minimum(sizes, _second(sizes)), _THRESHOLDS[_SWEPT])
+        rounded = [round_down(threshold, sizes.dtype) for threshold in _THRESHOLDS]
+        second = _second(sizes)
+        changed += _above(sizes, rounded, sizes.max().item())
+        sizes = torch.minimum(sizes, second)
+        shared += _above(sizes, rounded[_SWEPT], second.max().item())
         sampled += sizes.shape[1]
     scale = base.numel() / sampled if sampled else 1.0
-    return Magnitudes(base.numel(), sampled, changed * scale, shared * scale)
+    return Magnitudes(base.numel(), sampled, changed.T * scale, shared.T * scale)
 
 
 def _second(sizes: torch.Tensor) -> torch.Tensor:
@@ -86,18 +90,26 @@ def _second(sizes: torch.Tensor) -> torch.Tensor:
 
     Of the agent with the largest number it is the largest of the others, and no other agent's number exceeds it.
     """
-    first, second = torch.zeros_like(sizes[:2].new_empty(2, sizes.shape[1]))
+    first, second = sizes.new_zeros(2, sizes.shape[1])
     for row in sizes:
         second = torch.maximum(second, torch.minimum(first, row))
         first = torch.maximum(first, row)
     return second
 
 
-def _above(sizes: torch.Tensor, thresholds: Sequence[float]) -> torch.Tensor:
-    """Elements of each row ``[agents, elements]`` that are strictly above each threshold: ``[agents, thresholds]``."""
+def _above(
+    sizes: torch.Tensor, thresholds: Sequence[float], largest: float
+) -> torch.Tensor:
+    """Elements of each row ``[agents, elements]`` that are strictly above each threshold: ``[thresholds, agents]``.
+
+    Args:
+        thresholds: ascending, rounded down to the dtype.
+        largest: no element is above it.
+    """
+    counts = sizes.new_zeros(len(thresholds), sizes.shape[0])
     mask = torch.empty_like(sizes)
-    counts = [
-        torch.gt(sizes, round_down(threshold, sizes.dtype), out=mask).sum(1)
-        for threshold in thresholds
-    ]
-    return torch.stack(counts, dim=1).to("cpu", torch.float64)
+    for count, threshold in zip(counts, thresholds):
+        if threshold >= largest:
+            break
+        torch.sum(torch.gt(sizes, threshold, out=mask), 1, out=count)
+    return counts.to("cpu", torch.float64)
