@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 
@@ -108,3 +109,151 @@ def merge(recipe: str, out_path: str, ray_address: str | None, **options) -> Non
         source = file.read()
     config = MergeConfiguration.model_validate(yaml.safe_load(source))
     run_merge(config, out_path, options=merge_options, config_source=source)
+
+
+def recipe_options(command):
+    """What ``inspect`` and ``compare`` both take."""
+    options = (
+        click.argument("recipe", type=click.Path(exists=True, dir_okay=False)),
+        click.option(
+            "--json",
+            "json_path",
+            type=click.Path(dir_okay=False, writable=True),
+            metavar="FILE",
+            help="Write everything found to FILE.",
+        ),
+        click.option(
+            "--plots",
+            "plots_path",
+            type=click.Path(file_okay=False, writable=True),
+            metavar="DIR",
+            help="Draw it as PNG files in DIR.",
+        ),
+        click.option(
+            "--model-card",
+            "as_card",
+            is_flag=True,
+            help="Print a Markdown section for a model card instead of tables.",
+        ),
+        click.option(
+            "--tensor-union",
+            is_flag=True,
+            help="As for mergekit-pytorch: take tensors of any of the files.",
+        ),
+        click.option(
+            "--tensor-intersection",
+            is_flag=True,
+            help="As for mergekit-pytorch: take tensors of all of the files.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@main.command(cls=MergeCommand)
+@recipe_options
+@click.option("--epsilon", type=float, help="In place of the recipe's own.")
+@click.option("--r", type=float, help="The same, of ramplus.")
+@click.option("--alpha", type=float, help="The same, of ramplus.")
+@click.option(
+    "--exact",
+    is_flag=True,
+    help="Measure magnitudes on all elements, not on an even sample of large tensors.",
+)
+def inspect(
+    recipe: str,
+    epsilon: float | None,
+    r: float | None,
+    alpha: float | None,
+    exact: bool,
+    json_path: str | None,
+    plots_path: str | None,
+    as_card: bool,
+    **options,
+) -> None:
+    """See what the agents of a RECIPE changed and where they overlap.
+
+    The recipe may name any merge method, if it has a base_model. Nothing is merged or written.
+    """
+    require_matplotlib(plots_path)
+    from mergekit_ram.inspection import inspect as inspect_agents
+    from mergekit_ram.terminal import show_inspection
+
+    given = {"epsilon": epsilon, "r": r, "alpha": alpha}
+    parameters = {name: value for name, value in given.items() if value is not None}
+    found = inspect_agents(
+        *read_recipe(recipe, options), parameters=parameters, exact=exact
+    )
+    give_out(found, show_inspection, json_path, plots_path, as_card)
+
+
+@main.command(cls=MergeCommand)
+@recipe_options
+@click.option(
+    "--methods",
+    default="ram,ramplus,ties,dare_ties,task_arithmetic,linear",
+    show_default=True,
+    help="Merge methods, separated by commas.",
+)
+def compare(
+    recipe: str,
+    methods: str,
+    json_path: str | None,
+    plots_path: str | None,
+    as_card: bool,
+    **options,
+) -> None:
+    """See what merge methods would keep of the agents of a RECIPE.
+
+    Every method merges the recipe's models in memory, tensor by tensor. Nothing is written.
+    """
+    require_matplotlib(plots_path)
+    from mergekit_ram.comparison import compare as compare_methods
+    from mergekit_ram.terminal import show_comparison
+
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    found = compare_methods(*read_recipe(recipe, options), list(dict.fromkeys(names)))
+    give_out(found, show_comparison, json_path, plots_path, as_card)
+
+
+def require_matplotlib(plots_path: str | None) -> None:
+    """Say that plots need matplotlib before anything is computed for them."""
+    if plots_path and importlib.util.find_spec("matplotlib") is None:
+        raise click.ClickException(
+            "--plots needs matplotlib: pip install 'mergekit-ram[plots]'"
+        )
+
+
+def read_recipe(path: str, options: dict):
+    """The recipe and mergekit's options, in force; of a command's options."""
+    from mergekit.options import MergeOptions
+
+    from mergekit_ram.recipe import Recipe
+
+    settings = {
+        name: options.pop(name) for name in ("tensor_union", "tensor_intersection")
+    }
+    merge_options = MergeOptions(**options)
+    merge_options.apply_global_options()
+    return Recipe.read(path, **settings), merge_options
+
+
+def give_out(
+    found, show, json_path: str | None, plots_path: str | None, as_card: bool
+) -> None:
+    """Print what was found, and write it where that was asked for."""
+    from rich.console import Console
+
+    if as_card:
+        click.echo(found.to_markdown(), nl=False)
+    else:
+        show(found, Console())
+    if json_path:
+        with open(json_path, "w", encoding="utf-8") as file:
+            file.write(found.to_json() + "\n")
+    if plots_path:
+        from mergekit_ram.plots import write_plots
+
+        for path in write_plots(found, plots_path):
+            click.echo(f"wrote {path}", err=True)

@@ -153,6 +153,34 @@ def count(
     return stream.tally.counts()
 
 
+def task_vectors(
+    base: torch.Tensor,
+    agents: Sequence[Agent],
+    rule: Rule = Rule(),
+    *,
+    block_elements: int,
+    input_dtype: torch.dtype | None = None,
+    every: int = 1,
+) -> Iterator[torch.Tensor]:
+    """The agents' task vectors τ, block by block, for whoever measures them.
+
+    Args:
+        block_elements: most elements a block.
+        every: of every so many blocks only the middle one, so that a sample is spread evenly over the tensor.
+
+    Yields:
+        ``[agents, elements]`` in the compute dtype: the numbers that are compared with epsilon, weighted where
+        ``rule.normalize`` is False. Valid until the next block, which takes the same memory; free to be overwritten.
+    """
+    stream = _Stream(
+        base, agents, rule, input_dtype, None, block_elements, counting=False
+    )
+    longest = stream.rows.base.shape[0]
+    vectors = stream.rows.base.new_empty(len(agents), longest)
+    for index, rows in stream.blocks(every):
+        yield stream.subtract(index, rows, vectors[:, : rows.base.shape[0]])
+
+
 @dataclass(frozen=True)
 class _Rows:
     """Scratch of one block: rows of its length in the compute dtype. Untouched rows cost no memory."""
@@ -214,7 +242,7 @@ class _Stream:
         self.out_dtype = out_dtype or functools.reduce(torch.promote_types, dtypes)
         wide = torch.float64 in (*dtypes, self.out_dtype)
         self.dtype = torch.float64 if wide else torch.float32
-        self.threshold = _round_down(rule.epsilon, self.dtype)
+        self.threshold = round_down(rule.epsilon, self.dtype)
         # A 16-bit weight times a small integer is exact in float32.
         self.exact_products = all(dtype.itemsize <= 2 for dtype in dtypes)
 
@@ -239,7 +267,7 @@ class _Stream:
         merged = torch.empty(
             self.base.shape, dtype=self.out_dtype, device=self.base.device
         )
-        for index, rows in self._blocks():
+        for index, rows in self.blocks():
             self._accumulate(index, rows)
             if self.ties:
                 self._elect(rows, cutoffs)
@@ -250,7 +278,7 @@ class _Stream:
         return merged.view(self.shape)
 
     def count(self) -> None:
-        for index, rows in self._blocks():
+        for index, rows in self.blocks():
             self.tally.begin(rows.base.shape[0])
             for i, delta in enumerate(self._deltas(index, rows)):
                 self.watched += delta.sum()
@@ -258,9 +286,10 @@ class _Stream:
             self.tally.end()
         self._require_finite()
 
-    def _blocks(self) -> Iterator[tuple[tuple, _Rows]]:
-        """The index of every block, with scratch rows of the block's length."""
-        for index in _block_indices(self.base.shape, self.limit):
+    def blocks(self, every: int = 1) -> Iterator[tuple[tuple, _Rows]]:
+        """The index of every block, or of the middle one of so many, with scratch rows of the block's length."""
+        indices = _block_indices(self.base.shape, self.limit)
+        for index in itertools.islice(indices, every // 2, None, every):
             yield index, self.rows.first(self.base[index].numel())
 
     def _deltas(self, index: tuple, rows: _Rows) -> Iterator[torch.Tensor]:
@@ -274,6 +303,18 @@ class _Stream:
                 delta.mul_(agent.weight)
             # Zero up to the threshold, itself beyond it: strictly greater, in one pass.
             yield torch.hardshrink(delta, self.threshold, out=delta)
+
+    def subtract(
+        self, index: tuple, rows: _Rows, vectors: torch.Tensor
+    ) -> torch.Tensor:
+        """Fill ``vectors``, ``[agents, elements]``, with the task vectors of a block."""
+        self._load(self.base[index], rows.base)
+        for agent, tensor, vector in zip(self.agents, self.inputs, vectors):
+            self._load(tensor[index], vector)
+            vector.sub_(rows.base)
+            if not self.rule.normalize and agent.weight != 1:
+                vector.mul_(agent.weight)
+        return vectors
 
     def _load(self, block: torch.Tensor, row: torch.Tensor) -> None:
         if self.input_dtype is not None:
@@ -329,7 +370,7 @@ class _Stream:
         """
         pruning = [i for i, agent in enumerate(self.agents) if agent.density < 1]
         magnitudes: dict[int, list[torch.Tensor]] = {i: [] for i in pruning}
-        for index, rows in self._blocks() if pruning else ():
+        for index, rows in self.blocks() if pruning else ():
             rows.changers.zero_()
             for delta in self._deltas(index, rows):
                 rows.changers.add_(torch.ne(delta, 0, out=rows.mask))
@@ -396,7 +437,8 @@ def _check(tensors: Sequence[torch.Tensor]) -> None:
             )
 
 
-def _round_down(value: float, dtype: torch.dtype) -> float:
+@functools.lru_cache(maxsize=256)
+def round_down(value: float, dtype: torch.dtype) -> float:
     """The largest number of dtype not above value, so that x > value decides alike for every x of dtype."""
     rounded = torch.tensor(value, dtype=dtype)
     return rounded.item() if rounded.item() <= value else _next_below(rounded, dtype)

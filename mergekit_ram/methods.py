@@ -35,9 +35,9 @@ from mergekit_ram.overlap import (
 
 REFERENCE_URL = "https://arxiv.org/abs/2601.13572"
 
-# What a graph task binds besides the recipe's parameters: count instead of merging; λ by input ID; where to note
-# the overlap met while merging.
-COUNTING = "counting"
+# What a graph task binds besides the recipe's parameters: what to call instead of merging; λ by input ID; where to
+# note the overlap met while merging.
+MEASURE = "measure"
 RESCALING = "rescaling"
 NOTE = "note"
 
@@ -212,12 +212,15 @@ class RamMethod:
         """Count how the agents of one group overlap, by the masks that ``merge_group`` merges by."""
         with _naming_inputs(group):
             counts = kernel.count(
-                group.base.tensor,
-                _agents(group, parameters, {}),
-                _rule(parameters),
-                input_dtype=input_dtype,
+                *self.kernel_inputs(group, parameters), input_dtype=input_dtype
             )
         return _group_overlap(group, counts)
+
+    def kernel_inputs(
+        self, group: TensorGroup, parameters: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, list[kernel.Agent], kernel.Rule]:
+        """Base, agents and rule of one group, as the kernel takes them; not rescaled."""
+        return group.base.tensor, _agents(group, parameters, {}), _rule(parameters)
 
 
 def _group_overlap(group: TensorGroup, counts: OverlapCounts) -> GroupOverlap:

@@ -23,7 +23,7 @@ from mergekit.merge_methods.base import BatchOptions, MergeMethod, TensorGroup
 from mergekit_ram import _autoload
 from mergekit_ram._autoload import SUPPORTED
 from mergekit_ram.methods import (
-    COUNTING,
+    MEASURE,
     METHODS,
     NOTE,
     RESCALING,
@@ -102,8 +102,11 @@ class RegisteredMethod(MergeMethod):
         out_dtype: torch.dtype | None = None,
     ) -> tuple[Any, ...]:
         work = list(zip(groups, parameters, input_dtypes))
-        if any(values.get(COUNTING) for values in parameters):
-            return tuple(self._count(*item) for item in work)
+        if any(MEASURE in values for values in parameters):
+            return tuple(
+                values[MEASURE](self.method, group, values, input_dtype=input_dtype)
+                for group, values, input_dtype in work
+            )
         if self.method.ratio_scope == "model":
             _require(
                 all(RESCALING in values for values in parameters),

@@ -9,7 +9,7 @@ outer graph still falls into one island per tensor for mergekit's multi-GPU exec
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional, Union
 
 import torch
@@ -22,10 +22,11 @@ from mergekit.options import MergeOptions
 from pydantic import ConfigDict
 
 from mergekit_ram.methods import (
-    COUNTING,
+    MEASURE,
     NOTE,
     RESCALING,
     MergeError,
+    RamMethod,
     rescaling_by_agent,
 )
 from mergekit_ram.overlap import GroupOverlap
@@ -49,9 +50,7 @@ class CountOverlap(Task[Optional[GroupOverlap]]):
     def execute(
         self, tensors: dict[ModelReference, torch.Tensor]
     ) -> Optional[GroupOverlap]:
-        # The merge task itself decides what is merged, copied or skipped.
-        result = _execute_with(self.merge, tensors, {COUNTING: True})
-        return result if isinstance(result, GroupOverlap) else None
+        return measure(self.merge, tensors, RamMethod.count_group)
 
 
 class MeasureOverlap(Task[GroupOverlap]):
@@ -85,18 +84,8 @@ class MeasureOverlap(Task[GroupOverlap]):
 
     def _count(self) -> list[tuple[CountOverlap, Optional[GroupOverlap]]]:
         counting = [CountOverlap(merge=merge) for merge in self.merges]
-        options = self.options
-        if options.multi_gpu:
-            executor = MultiGPUExecutor(
-                counting, storage_device=None if options.low_cpu_memory else "cpu"
-            )
-            return list(executor.run(quiet=options.quiet))
-        executor = Executor(
-            counting,
-            math_device=options.device,
-            storage_device=options.device if options.low_cpu_memory else "cpu",
-        )
-        return list(executor.run(quiet=options.quiet, desc="Measuring overlap"))
+        quiet = self.options.quiet
+        return list(run(counting, self.options, quiet=quiet, desc="Measuring overlap"))
 
 
 class KnownOverlap(Task[GroupOverlap]):
@@ -198,6 +187,47 @@ def record_measured(
         record.add(merge.output_weight.name, overlap, rescaling)
     log_agents(record.report())
     return total
+
+
+def run(
+    targets: Sequence[Task],
+    options: MergeOptions,
+    *,
+    quiet: bool,
+    desc: str | None = None,
+) -> Iterator[tuple[Any, Any]]:
+    """Run a graph on the devices that the options name; yields every target with what it gave.
+
+    Args:
+        quiet: show no progress bar.
+        desc: title of the progress bar.
+    """
+    if options.multi_gpu:
+        executor = MultiGPUExecutor(
+            targets, storage_device=None if options.low_cpu_memory else "cpu"
+        )
+        return executor.run(quiet=quiet)
+    executor = Executor(
+        targets,
+        math_device=options.device,
+        storage_device=options.device if options.low_cpu_memory else "cpu",
+    )
+    return executor.run(quiet=quiet, desc=desc)
+
+
+def measure(
+    merge: ExecuteMergeMethodTask,
+    tensors: dict[ModelReference, torch.Tensor],
+    function: Callable[..., Any],
+) -> Any:
+    """Call a function with what one of our methods would merge; None where it would merge nothing.
+
+    Args:
+        function: takes method, group, bound parameters and ``input_dtype``, as ``RamMethod.count_group`` does.
+    """
+    # The merge task itself decides what is merged, copied or skipped.
+    result = _execute_with(merge, tensors, {MEASURE: function})
+    return None if isinstance(result, torch.Tensor) else result
 
 
 def log_agents(report: Report) -> None:
