@@ -125,7 +125,7 @@ class Inspection(Report):
             yield (
                 f"{names[i]} and {names[j]} collide: they share {percent(self.jaccard(i, j))} of what either changed "
                 f"({self.pairwise_shared[i][j] / chance:.1f} times as much as by chance) and move "
-                f"{percent(self.conflict_rate(i, j))} of it in opposite directions"
+                f"{percent(self.conflict_rate(i, j))} of the shared ones in opposite directions"
             )
         if len(colliding) > _MOST_NAMED:
             yield f"{len(colliding) - _MOST_NAMED} more pairs collide, less than these"
@@ -157,7 +157,7 @@ class Inspection(Report):
     def to_markdown(self) -> str:
         """A section for a model card."""
         lines = [super().to_markdown(), "Verdict:", ""]
-        lines += [f"- {sentence[0].upper()}{sentence[1:]}." for sentence in self.verdict()]  # fmt: skip
+        lines += [f"- {sentence}." for sentence in self.verdict()]
         names = self.names()
         if len(names) > 1:
             lines += [

@@ -27,6 +27,8 @@ _STYLE = {
     "lines.markersize": 4,
     "savefig.dpi": 200,
 }
+# Points that a legend takes for each entry and for each letter of it.
+_LEGEND_HANDLE, _LEGEND_LETTER = 36, 4.4
 _PERCENT = FuncFormatter(lambda part, _: f"{100 * part:.3g}%")
 # Okabe and Ito's colours, told apart by people of any colour vision; with the hatches also in grey.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
@@ -93,7 +95,8 @@ def overlap_histogram(inspection: Inspection) -> Figure:
         for agent in inspection.agents
     ]
     _bars(axes, rows, inspection.names())
-    axes.set_xticks(list(others), ["alone", *(f"{k} other{'s' * (k > 1)}" for k in others[1:])])  # fmt: skip
+    axes.set_xticks(others, ["alone", *map(str, others[1:])])
+    axes.set_xlabel("other agents that changed the same element")
     axes.yaxis.set_major_formatter(_PERCENT)
     axes.set_ylabel("of the agent's changes")
     axes.set_title("Elements an agent changed alone and with others")
@@ -233,7 +236,10 @@ def _layer_labels(parts: Sequence[PartReport]) -> list[str]:
 def _legend(figure: Figure, axes: Axes) -> None:
     """Below the plot, where it hides nothing."""
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    available = 72 * figure.get_figwidth()
+    needed = _LEGEND_HANDLE + _LEGEND_LETTER * max(map(len, labels))
+    columns = max(1, min(3, int(available / needed)))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
 def _colour(i: int) -> str:

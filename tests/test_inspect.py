@@ -459,7 +459,7 @@ def test_verdict_names_the_agents_that_collide_and_no_others(models, tmp_path):
     text = words(run("inspect", made.recipe("ram"), tmp_path).output)
     assert text.count("collide") == 1
     assert "agent0 and agent2 collide" in text
-    assert "0% of it in opposite directions" in text
+    assert "0% of the shared ones in opposite directions" in text
 
 
 def test_verdict_says_where_epsilon_matters(models, tmp_path):
