@@ -26,7 +26,7 @@ from mergekit.options import MergeOptions
 from mergekit.tokenizer import BuildTokenizer, TokenizerInfo
 from pydantic import BaseModel, ValidationError
 
-from mergekit_ram import tasks
+from mergekit_ram import loading, tasks
 from mergekit_ram.check import PlannedCheckpoints, output_bytes
 from mergekit_ram.methods import MergeError
 from mergekit_ram.overlap import GroupOverlap, OverlapCounts, Rescaling
@@ -270,6 +270,7 @@ class Job:
 def count_part(job: Job, part: Part) -> Counted:
     """Count the overlap of the agents in a part's tensors."""
     job.enter()
+    loading.stream(save.tensor_task for save in part.saves)
     name = f"{part.name}.counted.json"
     counted = job.finished(name, Counted)
     if counted is None:
@@ -291,6 +292,7 @@ def write_part(job: Job, part: Part, overlap: GroupOverlap | None) -> Shard:
         overlap: over the whole model, where its ratio rescales.
     """
     job.enter()
+    loading.stream(save.tensor_task for save in part.saves)
     name = f"{part.name}.written.json"
     shard = job.finished(name, Shard)
     if shard is None:
