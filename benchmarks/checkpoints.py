@@ -124,8 +124,8 @@ def read_all_write_one(directory: Path, agents: int, output: Path) -> float:
 def difference(left: Path, right: Path) -> tuple[float, float]:
     """The greatest absolute difference of two checkpoints, and the fraction of their elements that differ."""
     greatest, differing, total = 0.0, 0, 0
-    files = _files(right)
-    for file in _files(left).values():
+    files = files_by_tensor(right)
+    for file in files_by_tensor(left).values():
         for name, tensor in _tensors(file):
             with safe_open(files[name], "pt") as other:
                 gap = tensor.float().sub_(other.get_tensor(name).float()).abs_()
@@ -149,24 +149,26 @@ def _shards(sizes: Sizes) -> Iterator[Shapes]:
 
 
 def _weights(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Drawn block by block: a tensor may be too large for a float32 copy of it."""
+    """Of a tensor with more elements than are drawn at once, the blocks are alike."""
     weights = torch.empty(shape, dtype=torch.bfloat16)
-    for block in weights.view(-1).split(_DRAWN_AT_ONCE):
-        drawn = torch.randn(block.shape, generator=generator)
-        block.copy_(drawn.mul_(_WEIGHT_SCALE))
+    blocks = weights.view(-1).split(_DRAWN_AT_ONCE)
+    drawn = torch.randn(blocks[0].shape, generator=generator).mul_(_WEIGHT_SCALE)
+    for block in blocks:
+        block.copy_(drawn[: block.numel()])
     return weights
 
 
 def _train(base: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     agent = base.clone()
-    for block in agent.view(-1).split(_DRAWN_AT_ONCE):
-        update = torch.randn(block.shape, generator=generator).mul_(_UPDATE_SCALE)
-        update.mul_(torch.rand(block.shape, generator=generator) < _DENSITY)
-        block.add_(update)
+    blocks = agent.view(-1).split(_DRAWN_AT_ONCE)
+    update = torch.randn(blocks[0].shape, generator=generator).mul_(_UPDATE_SCALE)
+    update.mul_(torch.rand(update.shape, generator=generator) < _DENSITY)
+    for block in blocks:
+        block.add_(update[: block.numel()])
     return agent
 
 
-def _files(folder: Path) -> dict[str, Path]:
+def files_by_tensor(folder: Path) -> dict[str, Path]:
     """The file of every tensor."""
     found = {}
     for file in sorted(folder.glob("*.safetensors")):

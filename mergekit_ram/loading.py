@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from mergekit.common import ModelReference
@@ -16,6 +17,10 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 
 # Per model, beyond the tensor at hand: what a disk reads in a fraction of a second.
 _AHEAD_BYTES = 64 << 20
+# Linux reads no more than this of a longer advice, where not set to more.
+_ADVICE_BYTES = 128 << 10
+# Advice waits for the disk once its queue is full.
+_READER = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
 
 
 class StreamingLoader(LazyTensorLoader):
@@ -86,11 +91,7 @@ class _ReadAhead:
     def _advise(self, name: str) -> int:
         start, length = self._span(name)
         path = os.path.join(self._index.base_path, self._index.tensor_paths[name])
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(descriptor)
+        _READER.submit(_advise, path, start, length)
         return length
 
     def _span(self, name: str) -> tuple[int, int]:
@@ -99,6 +100,14 @@ class _ReadAhead:
         if file not in self._spans:
             self._spans[file] = _spans(os.path.join(self._index.base_path, file))
         return self._spans[file].get(name, (0, 0))
+
+
+def _advise(path: str, start: int, length: int) -> None:
+    with open(path, "rb", buffering=0) as file:
+        for offset in range(start, start + length, _ADVICE_BYTES):
+            os.posix_fadvise(
+                file.fileno(), offset, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED
+            )
 
 
 def _spans(path: str) -> dict[str, tuple[int, int]]:
