@@ -20,9 +20,17 @@ import checkpoints
 import click
 import yaml
 from checkpoints import Sizes
-from growth import import_mergekit, markdown, recipe, table
+from growth import import_mergekit, recipe
 from kernel import peak_scratch
-from rounds import Run, console, in_new_process, run_process, write_report
+from rounds import (
+    Run,
+    console,
+    in_new_process,
+    markdown,
+    run_process,
+    table,
+    write_report,
+)
 
 AGENTS = 3
 SIZES = Sizes(layers=0, hidden=8192, intermediate=64, vocabulary=152_064, tied=True)

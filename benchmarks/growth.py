@@ -20,8 +20,15 @@ import checkpoints
 import click
 import yaml
 from checkpoints import Sizes
-from rich.table import Table
-from rounds import Run, console, in_new_process, run_process, write_report
+from rounds import (
+    Run,
+    console,
+    in_new_process,
+    markdown,
+    run_process,
+    table,
+    write_report,
+)
 
 AXES = ("elements", "agents", "tensors")
 _GB = 1e9
@@ -198,30 +205,7 @@ def fit_rows(fits: Sequence[Fit]) -> list[tuple[str, ...]]:
     ]
 
 
-def markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [
-        f"## {title}",
-        "",
-        f"| {' | '.join(columns)} |",
-        "| --- | --- |" + " ---: |" * (len(columns) - 2),
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    found = Table(title=title, title_justify="left")
-    for i, column in enumerate(columns):
-        found.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
-    for row in rows:
-        found.add_row(*row)
-    return found
-
-
 def plot(points: Sequence[Point], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import pyplot
 
     axes = [axis for axis in AXES if any(p.axis == axis for p in points)]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 from rich.console import Console
+from rich.table import Table
 
 T = TypeVar("T")
 
@@ -111,3 +112,28 @@ def machine() -> dict[str, Any]:
 
 def write_report(path: Path, **report: Any) -> None:
     path.write_text(json.dumps({"machine": machine(), **report}, indent=2) + "\n")
+
+
+Rows = Sequence[Sequence[str]]
+
+
+def markdown(title: str, columns: Sequence[str], rows: Rows) -> str:
+    """A section with one table, its first two columns text."""
+    lines = [
+        f"## {title}",
+        "",
+        f"| {' | '.join(columns)} |",
+        "| --- | --- |" + " ---: |" * (len(columns) - 2),
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def table(title: str, columns: Sequence[str], rows: Rows) -> Table:
+    """The same for a terminal."""
+    found = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        found.add_column(column, justify="left" if i < 2 else "right", no_wrap=True)
+    for row in rows:
+        found.add_row(*row)
+    return found

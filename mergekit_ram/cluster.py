@@ -90,14 +90,14 @@ class MergeOnCluster(FinalizeModel):
         self, writer: TensorWriter, tokenizer: Optional[TokenizerInfo] = None
     ) -> None:
         options, record = self.options, self.record
-        job = shards.Job.of(
-            self.saves,
-            record,
-            options.of_merge(),
-            tokenizer,
-            options.job_directory,
-        )
         with _connected(options) as cluster:
+            job = shards.Job.of(
+                self.saves,
+                record,
+                options.of_merge(),
+                tokenizer,
+                options.job_directory,
+            )
             parts = job.parts(
                 self.saves,
                 record.recipe.get("dtype"),

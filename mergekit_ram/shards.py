@@ -254,12 +254,13 @@ class Job:
                 "versions on all machines"
             )
         places = [index.base_path for index in self.indexes.values()]
-        for place in (self.working_directory, self.directory, *places):
+        for place in (self.directory, *places):
             if not os.path.isdir(place):
                 raise MergeError(
                     f"{platform.node()} has no {place}: models and output must lie on storage that all machines share"
                 )
-        os.chdir(self.working_directory)
+        if os.path.isdir(self.working_directory):
+            os.chdir(self.working_directory)
         torch.set_num_threads(self.options.num_threads or 1)
         cache = LoaderCache()
         cache.setup(self.options)
