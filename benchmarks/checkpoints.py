@@ -5,51 +5,92 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-_LAYERS = 24
-_HIDDEN, _INTERMEDIATE, _VOCABULARY = 1024, 3584, 32000
-_LAYERS_PER_SHARD = 8
+_DRAWN_AT_ONCE = 1 << 24
+# Tensors or elements of a file, whichever are fewer.
+_SHARD_TENSORS, _SHARD_ELEMENTS = 1000, 1 << 27
 
 # The scale of a language model's weights and of the updates of reinforcement learning.
 _WEIGHT_SCALE, _UPDATE_SCALE, _DENSITY = 0.02, 1e-3, 0.2
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": _HIDDEN,
-    "intermediate_size": _INTERMEDIATE,
-    "num_hidden_layers": _LAYERS,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "vocab_size": _VOCABULARY,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-
 Shapes = dict[str, tuple[int, ...]]
 
 
-def make(directory: Path, agents: int) -> None:
+@dataclass(frozen=True)
+class Sizes:
+    """Of a Llama model."""
+
+    layers: int = 24
+    hidden: int = 1024
+    intermediate: int = 3584
+    vocabulary: int = 32000
+    tied: bool = False
+
+    def config(self) -> dict:
+        heads = max(1, self.hidden // 64)
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "vocab_size": self.vocabulary,
+            "tie_word_embeddings": self.tied,
+            "torch_dtype": "bfloat16",
+        }
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every tensor."""
+        yield "model.embed_tokens.weight", (self.vocabulary, self.hidden)
+        yield "model.norm.weight", (self.hidden,)
+        if not self.tied:
+            yield "lm_head.weight", (self.vocabulary, self.hidden)
+        for number in range(self.layers):
+            for name, shape in self._layer().items():
+                yield f"model.layers.{number}.{name}.weight", shape
+
+    def _layer(self) -> Shapes:
+        widen = (self.intermediate, self.hidden)
+        square = (self.hidden, self.hidden)
+        return {
+            **{f"self_attn.{p}_proj": square for p in "qkvo"},
+            "mlp.gate_proj": widen,
+            "mlp.up_proj": widen,
+            "mlp.down_proj": widen[::-1],
+            "input_layernorm": (self.hidden,),
+            "post_attention_layernorm": (self.hidden,),
+        }
+
+    def parameters(self) -> int:
+        """Elements of one checkpoint."""
+        return sum(torch.Size(shape).numel() for _, shape in self.shapes())
+
+    def tensors(self) -> int:
+        return sum(1 for _ in self.shapes())
+
+
+DEFAULT = Sizes()
+
+
+def make(directory: Path, agents: int, sizes: Sizes = DEFAULT) -> None:
     """Write ``base`` and ``agent-0`` … under the directory, a shard at a time."""
     folders = [directory / "base", *(directory / f"agent-{i}" for i in range(agents))]
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
-    shards = list(_shards())
+    shards = list(_shards(sizes))
     index: dict[str, str] = {}
     for number, shapes in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        base = {
-            name: torch.randn(shape, generator=generator)
-            .mul_(_WEIGHT_SCALE)
-            .to(torch.bfloat16)
-            for name, shape in shapes.items()
-        }
+        base = {name: _weights(shape, generator) for name, shape in shapes.items()}
         save_file(base, folders[0] / file, metadata={"format": "pt"})
         for folder in folders[1:]:
             agent = {name: _train(base[name], generator) for name in base}
@@ -57,18 +98,14 @@ def make(directory: Path, agents: int) -> None:
         index |= dict.fromkeys(shapes, file)
     for folder in folders:
         _write_json(folder / "model.safetensors.index.json", {"weight_map": index})
-        _write_json(folder / "config.json", CONFIG)  # last: the mark of a whole one
+        _write_json(
+            folder / "config.json", sizes.config()
+        )  # last: the mark of a whole one
 
 
 def made(directory: Path, agents: int) -> bool:
     folders = ["base", *(f"agent-{i}" for i in range(agents))]
     return all((directory / folder / "config.json").exists() for folder in folders)
-
-
-def parameters() -> int:
-    """Elements of one checkpoint."""
-    shapes = [shape for shard in _shards() for shape in shard.values()]
-    return sum(torch.Size(shape).numel() for shape in shapes)
 
 
 def read_all_write_one(directory: Path, agents: int, output: Path) -> float:
@@ -87,8 +124,8 @@ def read_all_write_one(directory: Path, agents: int, output: Path) -> float:
 def difference(left: Path, right: Path) -> tuple[float, float]:
     """The greatest absolute difference of two checkpoints, and the fraction of their elements that differ."""
     greatest, differing, total = 0.0, 0, 0
-    files = _files(right)
-    for file in _files(left).values():
+    files = files_by_tensor(right)
+    for file in files_by_tensor(left).values():
         for name, tensor in _tensors(file):
             with safe_open(files[name], "pt") as other:
                 gap = tensor.float().sub_(other.get_tensor(name).float()).abs_()
@@ -98,37 +135,40 @@ def difference(left: Path, right: Path) -> tuple[float, float]:
     return greatest, differing / total
 
 
-def _shards() -> Iterator[Shapes]:
-    yield {
-        "model.embed_tokens.weight": (_VOCABULARY, _HIDDEN),
-        "model.norm.weight": (_HIDDEN,),
-        "lm_head.weight": (_VOCABULARY, _HIDDEN),
-    }
-    for start in range(0, _LAYERS, _LAYERS_PER_SHARD):
-        layers = range(start, min(start + _LAYERS_PER_SHARD, _LAYERS))
-        yield {name: shape for i in layers for name, shape in _layer(i).items()}
+def _shards(sizes: Sizes) -> Iterator[Shapes]:
+    shard: Shapes = {}
+    elements = 0
+    for name, shape in sizes.shapes():
+        shard[name] = shape
+        elements += torch.Size(shape).numel()
+        if len(shard) == _SHARD_TENSORS or elements >= _SHARD_ELEMENTS:
+            yield shard
+            shard, elements = {}, 0
+    if shard:
+        yield shard
 
 
-def _layer(number: int) -> Shapes:
-    widen, narrow = (_INTERMEDIATE, _HIDDEN), (_HIDDEN, _INTERMEDIATE)
-    shapes = {
-        **{f"self_attn.{p}_proj": (_HIDDEN, _HIDDEN) for p in "qkvo"},
-        "mlp.gate_proj": widen,
-        "mlp.up_proj": widen,
-        "mlp.down_proj": narrow,
-        "input_layernorm": (_HIDDEN,),
-        "post_attention_layernorm": (_HIDDEN,),
-    }
-    return {f"model.layers.{number}.{key}.weight": shapes[key] for key in shapes}
+def _weights(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Of a tensor with more elements than are drawn at once, the blocks are alike."""
+    weights = torch.empty(shape, dtype=torch.bfloat16)
+    blocks = weights.view(-1).split(_DRAWN_AT_ONCE)
+    drawn = torch.randn(blocks[0].shape, generator=generator).mul_(_WEIGHT_SCALE)
+    for block in blocks:
+        block.copy_(drawn[: block.numel()])
+    return weights
 
 
 def _train(base: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    update = torch.randn(base.shape, generator=generator).mul_(_UPDATE_SCALE)
-    update.mul_(torch.rand(base.shape, generator=generator) < _DENSITY)
-    return update.add_(base).to(base.dtype)
+    agent = base.clone()
+    blocks = agent.view(-1).split(_DRAWN_AT_ONCE)
+    update = torch.randn(blocks[0].shape, generator=generator).mul_(_UPDATE_SCALE)
+    update.mul_(torch.rand(update.shape, generator=generator) < _DENSITY)
+    for block in blocks:
+        block.add_(update[: block.numel()])
+    return agent
 
 
-def _files(folder: Path) -> dict[str, Path]:
+def files_by_tensor(folder: Path) -> dict[str, Path]:
     """The file of every tensor."""
     found = {}
     for file in sorted(folder.glob("*.safetensors")):

@@ -169,13 +169,18 @@ def weigh(contender: str, dtype: str, elements: int) -> Scratch:
     if not too_big(contender, tensors):
         merge = RAM[contender]
         merge([tensor[:_WARM_UP_ELEMENTS] for tensor in tensors])
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed must not serve as scratch
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        before = _kilobytes("/proc/self/status", "VmRSS")
-        merged = merge(tensors)
-        peak = _kilobytes("/proc/self/status", "VmHWM")
-        scratch = (peak - before) * 1024 - merged.nbytes
+        scratch = peak_scratch(functools.partial(merge, tensors))
     return Scratch(contender, dtype, elements, VARIANT_AGENTS, scratch)
+
+
+def peak_scratch(merge: Callable[[], torch.Tensor]) -> int:
+    """Bytes that a merge takes at its peak beyond inputs and output. Resident inputs must stay so."""
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed must not serve as scratch
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _kilobytes("/proc/self/status", "VmRSS")
+    merged = merge()
+    peak = _kilobytes("/proc/self/status", "VmHWM")
+    return (peak - before) * 1024 - merged.nbytes
 
 
 def weigh_all(dtypes: Sequence[str]) -> list[Scratch]:

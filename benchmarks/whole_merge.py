@@ -9,12 +9,9 @@ the page cache on a machine with 8 GB to spare.
 from __future__ import annotations
 
 import functools
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +21,14 @@ import checkpoints
 import click
 import yaml
 from rich.table import Table
-from rounds import Run, console, in_new_process, interleave, write_report
+from rounds import (
+    Run,
+    console,
+    in_new_process,
+    interleave,
+    run_process,
+    write_report,
+)
 
 AGENTS = 3
 _GB = 1e9
@@ -95,7 +99,7 @@ class Workplace:
         return Run(seconds)
 
     def import_mergekit(self) -> Run:
-        return _run([sys.executable, "-c", "import mergekit.scripts.run_yaml"])
+        return run_process([sys.executable, "-c", "import mergekit.scripts.run_yaml"])
 
     def merge(self, name: str) -> Run:
         recipe, config = RECIPES[name], self.outputs / "recipe.yml"
@@ -105,7 +109,7 @@ class Workplace:
         program = Path(sys.executable).with_name("mergekit-yaml")
         disabled = {"MERGEKIT_RAM_DISABLE": "1"} if recipe.built_in else {}
         click.echo(f"{name} …", err=True)
-        run = _run(
+        run = run_process(
             [program, config, output, "--no-copy-tokenizer", "--quiet"], disabled
         )
         click.echo(f"  {run.seconds:.1f} s, {run.peak_bytes / _GB:.1f} GB", err=True)
@@ -115,21 +119,6 @@ class Workplace:
 
     def output(self, name: str) -> Path:
         return self.outputs / name.replace(" ", "-")
-
-
-def _run(command: Sequence[str | Path], variables: Mapping[str, str] = {}) -> Run:
-    """Run a process to its end; the peak of its resident memory is its own, pages of mapped files included."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
-    with tempfile.TemporaryFile("w+") as log:
-        start = time.perf_counter()
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - start
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            log.seek(0)
-            raise click.ClickException(f"{command} failed:\n{log.read()[-2000:]}")
-    return Run(seconds, usage.ru_maxrss * 1024)
 
 
 def compare(
@@ -229,7 +218,7 @@ def main(directory, recipes, everything, repeats, patience, report):
         best = interleave(contenders, least=1, most=repeats, patience=patience)
         differences = compare(workplace, names)
     out = console()
-    millions = checkpoints.parameters() / 1e6
+    millions = checkpoints.DEFAULT.parameters() / 1e6
     out.print(f"{millions:.0f} M parameters, {AGENTS} agents, bfloat16")
     out.print(runs_table(best))
     for name, (greatest, fraction) in differences.items():

@@ -17,7 +17,7 @@ from typing import Any, Optional, TypeVar
 import torch
 import tqdm
 from mergekit.graph import Task
-from mergekit.io.tasks import FinalizeModel
+from mergekit.io.tasks import FinalizeModel, SaveTensor
 from mergekit.io.tensor_writer import TensorWriter
 from mergekit.options import MergeOptions
 from mergekit.tokenizer import BuildTokenizer, TokenizerInfo
@@ -68,6 +68,7 @@ class MergeOnCluster(FinalizeModel):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
+    saves: tuple[SaveTensor, ...]
     tokenizer_task: Optional[BuildTokenizer]
     model_wide: bool
     record: MergeRecord
@@ -89,16 +90,16 @@ class MergeOnCluster(FinalizeModel):
         self, writer: TensorWriter, tokenizer: Optional[TokenizerInfo] = None
     ) -> None:
         options, record = self.options, self.record
-        job = shards.Job.of(
-            self.tensor_save_tasks,
-            record,
-            options.of_merge(),
-            tokenizer,
-            options.job_directory,
-        )
         with _connected(options) as cluster:
+            job = shards.Job.of(
+                self.saves,
+                record,
+                options.of_merge(),
+                tokenizer,
+                options.job_directory,
+            )
             parts = job.parts(
-                self.tensor_save_tasks,
+                self.saves,
                 record.recipe.get("dtype"),
                 _PARTS_PER_WORKER * cluster.workers,
             )
@@ -119,7 +120,7 @@ class MergeOnCluster(FinalizeModel):
 
     def _add_up(self, counted: Sequence[shards.Counted]) -> GroupOverlap:
         """Overlap over the whole model, noted in the record with the λ that follow."""
-        merges = {s.tensor_name: s.tensor_task for s in self.tensor_save_tasks}
+        merges = {s.tensor_name: s.tensor_task for s in self.saves}
         return tasks.record_measured(
             self.record,
             [
@@ -145,7 +146,9 @@ def distributed(
     (finalize,) = (task for task in targets if isinstance(task, FinalizeModel))
     tokenizers = [task for task in targets if isinstance(task, BuildTokenizer)]
     merge = MergeOnCluster(
-        **dict(finalize),
+        tensor_save_tasks=(),
+        writer_task=finalize.writer_task,
+        saves=finalize.tensor_save_tasks,
         tokenizer_task=next(iter(tokenizers), None),
         model_wide=model_wide,
         record=record,

@@ -127,14 +127,18 @@ def sum_overlaps(
         agents: come first in the result, found in a group or not; others follow as they appear. An agent absent
             from a group changed nothing there.
     """
-    overlaps = list(overlaps)
-    found = (agent for overlap in overlaps for agent in overlap.agents)
+    alike: dict[tuple[Hashable, ...], list[OverlapCounts]] = {}
+    for overlap in overlaps:
+        alike.setdefault(overlap.agents, []).append(overlap.counts)
+    found = (agent for group in alike for agent in group)
     everyone = tuple(dict.fromkeys([*agents, *found]))
     place = {agent: i for i, agent in enumerate(everyone)}
     counts = total_counts(
         (
-            overlap.counts.spread([place[a] for a in overlap.agents], len(everyone))
-            for overlap in overlaps
+            total_counts(counts, len(group)).spread(
+                [place[agent] for agent in group], len(everyone)
+            )
+            for group, counts in alike.items()
         ),
         len(everyone),
     )

@@ -181,6 +181,8 @@ def extend_planner(module: ModuleType) -> None:
         record = self.mergekit_ram_record
         if _on_cluster(self.options):
             targets = _distributed(targets, record, self.options)
+        elif record is not None:
+            _stream(task for _, task in self._tensors)
         return _with_report(targets, out_path, record)
 
     @functools.wraps(plan_tensor)
@@ -424,6 +426,12 @@ def _distributed(
     return cluster.distributed(targets, record, options, model_wide=model_wide)
 
 
+def _stream(merges: Iterable[Any]) -> None:
+    from mergekit_ram import loading
+
+    loading.stream(merges)
+
+
 def _with_report(
     targets: list[Any], out_path: str, record: MergeRecord | None
 ) -> list[Any]:
@@ -434,8 +442,12 @@ def _with_report(
         return targets
     finalize = [task for task in targets if isinstance(task, tasks.FinalizeModel)]
     _require(len(finalize) == 1, "a plan does not end in one FinalizeModel")
-    report = tasks.WriteReport(out_path=out_path, finalize=finalize[0], record=record)
-    return [*targets, report]
+    saves = tasks.batched_saves(finalize[0].tensor_save_tasks)
+    finalized = finalize[0].model_copy(update={"tensor_save_tasks": saves})
+    report = tasks.WriteReport(out_path=out_path, finalize=finalized, record=record)
+    # The report needs everything that is saved. mergekit compares each task with all targets, so 20 000 take hours.
+    implied = (tasks.SaveTensor, tasks.FinalizeModel)
+    return [*(task for task in targets if not isinstance(task, implied)), report]
 
 
 def _round_once(task: Any, name: str | None) -> Any:

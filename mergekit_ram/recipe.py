@@ -15,6 +15,7 @@ import yaml
 from mergekit import merge_methods
 from mergekit.architecture import get_architecture_info
 from mergekit.config import MergeConfiguration
+from mergekit.graph import TaskUniverse
 from mergekit.io.tasks import LoaderCache, SaveTensor
 from mergekit.merge_methods.base import ParameterScope
 from mergekit.options import MergeOptions
@@ -120,7 +121,8 @@ class Recipe:
             raise
         except (RuntimeError, ValueError, OSError) as error:
             raise MergeError(f"{self.method} cannot merge this recipe: {error}") from error  # fmt: skip
-        saves = [task for task in targets if isinstance(task, SaveTensor)]
+        planned = TaskUniverse(targets).tasks
+        saves = [task for task in planned if isinstance(task, SaveTensor)]
         if not saves:
             raise MergeError("the recipe merges no tensor")
         return saves

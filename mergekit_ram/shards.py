@@ -26,7 +26,7 @@ from mergekit.options import MergeOptions
 from mergekit.tokenizer import BuildTokenizer, TokenizerInfo
 from pydantic import BaseModel, ValidationError
 
-from mergekit_ram import tasks
+from mergekit_ram import loading, tasks
 from mergekit_ram.check import PlannedCheckpoints, output_bytes
 from mergekit_ram.methods import MergeError
 from mergekit_ram.overlap import GroupOverlap, OverlapCounts, Rescaling
@@ -254,12 +254,13 @@ class Job:
                 "versions on all machines"
             )
         places = [index.base_path for index in self.indexes.values()]
-        for place in (self.working_directory, self.directory, *places):
+        for place in (self.directory, *places):
             if not os.path.isdir(place):
                 raise MergeError(
                     f"{platform.node()} has no {place}: models and output must lie on storage that all machines share"
                 )
-        os.chdir(self.working_directory)
+        if os.path.isdir(self.working_directory):
+            os.chdir(self.working_directory)
         torch.set_num_threads(self.options.num_threads or 1)
         cache = LoaderCache()
         cache.setup(self.options)
@@ -270,6 +271,7 @@ class Job:
 def count_part(job: Job, part: Part) -> Counted:
     """Count the overlap of the agents in a part's tensors."""
     job.enter()
+    loading.stream(save.tensor_task for save in part.saves)
     name = f"{part.name}.counted.json"
     counted = job.finished(name, Counted)
     if counted is None:
@@ -291,6 +293,7 @@ def write_part(job: Job, part: Part, overlap: GroupOverlap | None) -> Shard:
         overlap: over the whole model, where its ratio rescales.
     """
     job.enter()
+    loading.stream(save.tensor_task for save in part.saves)
     name = f"{part.name}.written.json"
     shard = job.finished(name, Shard)
     if shard is None:

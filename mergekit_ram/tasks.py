@@ -9,13 +9,14 @@ outer graph still falls into one island per tensor for mergekit's multi-GPU exec
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional, Union
 
 import torch
 from mergekit.common import ImmutableMap, ModelReference
 from mergekit.graph import Executor, Task
-from mergekit.io.tasks import FinalizeModel
+from mergekit.io.tasks import FinalizeModel, SaveTensor
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.multigpu_executor import MultiGPUExecutor
 from mergekit.options import MergeOptions
@@ -131,6 +132,22 @@ class RamMerge(ExecuteMergeMethodTask, Task[torch.Tensor]):
         return _execute_with(self, tensors, extra)
 
 
+class Saved(Task[None]):
+    """Tensors that are saved."""
+
+    saves: tuple[SaveTensor, ...]
+
+    def arguments(self) -> dict[str, Task]:
+        return {str(i): save for i, save in enumerate(self.saves)}
+
+    def main_thread_only(self) -> bool:
+        # Or mergekit's multi-GPU executor would take the tensors for dependent on each other.
+        return True
+
+    def execute(self, **_saved: None) -> None:
+        pass
+
+
 class WriteReport(Task[Report]):
     """``ram_report.json`` beside a model whose tensors are all written."""
 
@@ -147,10 +164,22 @@ class WriteReport(Task[Report]):
         return True
 
     def execute(self, _finalized: None) -> Report:
-        self.record.warn(*self.record.report().advice())
         report = self.record.report()
+        self.record.warn(*report.advice())
+        report = report.model_copy(update={"warnings": self.record.warnings})
         report.write(self.out_path)
         return report
+
+
+def batched_saves(saves: Sequence[SaveTensor]) -> tuple[Saved, ...]:
+    """All saves in a few tasks, so that mergekit, which visits every value it holds after every task, holds few."""
+    # mergekit executes them by name.
+    saves = sorted(saves, key=lambda save: save.tensor_name)
+    size = math.isqrt(len(saves)) + 1
+    return tuple(
+        Saved(saves=tuple(saves[start : start + size]))
+        for start in range(0, len(saves), size)
+    )
 
 
 def recorded_merges(
@@ -212,6 +241,8 @@ def run(
         math_device=options.device,
         storage_device=options.device if options.low_cpu_memory else "cpu",
     )
+    # mergekit looks a task up among the targets after it, in a list of them.
+    executor.targets = set(executor.targets)
     return executor.run(quiet=quiet, desc=desc)
 
 

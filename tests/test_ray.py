@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -16,10 +17,12 @@ import torch
 import yaml
 from checkpoints import Weights
 from click.testing import CliRunner
+from mergekit.options import MergeOptions
 from test_recipes import Models, bits, save_models, write_recipe
 
 from mergekit_ram import cli, shards
 from mergekit_ram.methods import MergeError
+from mergekit_ram.report import versions
 
 ray = pytest.importorskip(
     "ray", reason="needs Ray: pip install 'mergekit-ram[ray]'", exc_type=ImportError
@@ -313,6 +316,24 @@ def test_without_ray_merge_checks_first_and_takes_mergekits_options(models, tmp_
     result = run(tmp_path, tmp_path / "other")
     assert result.exit_code == 1
     assert "the same model" in result.output
+
+
+def test_a_machine_without_the_files_or_with_other_versions_says_so(tmp_path):
+    job = shards.Job(
+        directory=str(tmp_path / "absent"),
+        fingerprint="",
+        agents=(),
+        indexes={},
+        options=MergeOptions(),
+        tokenizer=None,
+        versions=versions(),
+        working_directory=str(tmp_path),
+    )
+    with pytest.raises(MergeError, match=f"{tmp_path}/absent.*storage that all"):
+        job.enter()
+    job = dataclasses.replace(job, versions={**versions(), "torch": "0.1"})
+    with pytest.raises(MergeError, match="the merge .*torch 0.1"):
+        job.enter()
 
 
 def test_parts_are_runs_of_at_most_the_limit():
