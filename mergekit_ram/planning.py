@@ -210,9 +210,10 @@ def extend_merge(module: ModuleType) -> None:
     def extended_run_merge(merge_config, out_path, options, *args, **kwargs) -> None:
         if merge_config.merge_method not in _BY_NAME:
             return run_merge(merge_config, out_path, options, *args, **kwargs)
-        from mergekit_ram import check, cluster, output
+        from mergekit_ram import cluster, output
+        from mergekit_ram.check import recipes
 
-        check.require_mergeable(merge_config, options, out_path)
+        recipes.require_mergeable(merge_config, options, out_path)
         try:
             with (
                 cluster.finished_parts_kept(options),
@@ -224,7 +225,7 @@ def extend_merge(module: ModuleType) -> None:
             raise
         except Exception:
             # Did something happen to a checkpoint meanwhile? That says more than where it was met.
-            check.require_mergeable(merge_config, options, out_path)
+            recipes.require_mergeable(merge_config, options, out_path)
             raise
 
     module.run_merge = extended_run_merge
@@ -255,7 +256,8 @@ def extend_multimerge(module: ModuleType) -> None:
 
     @functools.wraps(make_tasks)
     def extended_make_tasks(*args, **kwargs):
-        from mergekit_ram import check
+        from mergekit_ram.check.problems import RecipeError
+        from mergekit_ram.check.recipes import check_steps
 
         given = signature.bind(*args, **kwargs).arguments
         steps = {
@@ -267,10 +269,10 @@ def extend_multimerge(module: ModuleType) -> None:
             os.path.join(given["intermediate_dir"], name)
             for name in filter(None, given["merge_configs"])
         ]
-        problems = check.check_steps(steps, given["merge_options"], pending=pending)
+        problems = check_steps(steps, given["merge_options"], pending=pending)
         if problems:
             methods = dict.fromkeys(config.merge_method for config in steps.values())
-            raise check.RecipeError(", ".join(methods), problems)
+            raise RecipeError(", ".join(methods), problems)
         return make_tasks(*args, **kwargs)
 
     module.make_tasks = extended_make_tasks
@@ -296,9 +298,11 @@ def extend_raw_pytorch(module: ModuleType) -> None:
         method = _BY_NAME.get(config.merge_method)
         if method is None:
             return plan(*arguments)
-        from mergekit_ram import check, output
+        from mergekit_ram import output
+        from mergekit_ram.check.problems import RecipeError
+        from mergekit_ram.check.state_dicts import plannable_raw, raw_problems
 
-        problems = check.raw_problems(
+        problems = raw_problems(
             config,
             tensor_union=tensor_union,
             tensor_intersection=tensor_intersection,
@@ -307,12 +311,12 @@ def extend_raw_pytorch(module: ModuleType) -> None:
         if not problems:
             return planned(method, *arguments)
         with contextlib.suppress(Exception):  # of what is known to be wrong already
-            plannable = check.plannable_raw(config)
+            plannable = plannable_raw(config)
             try:
                 planned(method, plannable, out_path, True, False, options)
-            except check.RecipeError as error:
+            except RecipeError as error:
                 problems += error.problems
-        raise check.RecipeError(config.merge_method, problems)
+        raise RecipeError(config.merge_method, problems)
 
     def planned(method, config, out_path, tensor_union, tensor_intersection, options):
         refusals = Refusals()
@@ -340,7 +344,8 @@ def extend_raw_pytorch(module: ModuleType) -> None:
     def extended_run(*args, config_path, out_path, **kwargs):
         if _recipe_method(config_path) not in _BY_NAME:
             return run(*args, config_path=config_path, out_path=out_path, **kwargs)
-        from mergekit_ram import check, output
+        from mergekit_ram import output
+        from mergekit_ram.check.state_dicts import require_readable
 
         try:
             with output.staged_output(out_path) as staging:
@@ -348,7 +353,7 @@ def extend_raw_pytorch(module: ModuleType) -> None:
         except MergeError:
             raise
         except Exception:
-            check.require_readable(config_path)
+            require_readable(config_path)
             raise
 
     module.plan_flat_merge, module.construct_param_dicts = extended_plan, extended_bind
@@ -462,19 +467,20 @@ def _require_mergeable(
     merges: Sequence[Any], refusals: Refusals, record: MergeRecord, dtype: str | None
 ) -> None:
     """Refuse what planning can show to be wrong, all at once, before a weight is read."""
-    from mergekit_ram import check
+    from mergekit_ram.check import tensors
+    from mergekit_ram.check.problems import RecipeError, parameter_problem
 
     for merge in merges:
         refusals.tensor = merge.output_weight.name
         agents = [model for model in merge.model_order if model != merge.base_model]
         weights = [merge.input_parameters[agent]["weight"] for agent in agents]
         _note_weights(refusals, merge.parameters, weights)
-    problems = [check.parameter_problem(refusal) for refusal in refusals]
-    checkpoints = check.PlannedCheckpoints()
-    problems += check.tensor_problems(merges, checkpoints)
+    problems = [parameter_problem(refusal) for refusal in refusals]
+    checkpoints = tensors.PlannedCheckpoints()
+    problems += tensors.tensor_problems(merges, checkpoints)
     if problems:
-        raise check.RecipeError(record.method, problems)
-    record.warn(*check.rounding_warnings(record.agents, checkpoints, dtype))
+        raise RecipeError(record.method, problems)
+    record.warn(*tensors.rounding_warnings(record.agents, checkpoints, dtype))
 
 
 def _note_weights(

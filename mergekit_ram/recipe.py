@@ -6,7 +6,6 @@ mergekit plans a recipe for ``mergekit-yaml`` and one for ``mergekit-pytorch`` i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +21,8 @@ from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from mergekit.scripts import merge_raw_pytorch
 
-from mergekit_ram.check import require_mergeable
+from mergekit_ram.check.files import merges_files
+from mergekit_ram.check.recipes import require_mergeable
 from mergekit_ram.methods import METHODS, MergeError
 
 _OURS = frozenset(method.spec.name for method in METHODS)
@@ -72,8 +72,7 @@ class Recipe:
     @property
     def of_state_dicts(self) -> bool:
         """Whether it is for ``mergekit-pytorch``, which takes files where ``mergekit-yaml`` takes models."""
-        models = self.content.get("models") or []
-        return any(os.path.isfile(str(model.get("model"))) for model in models)
+        return merges_files(self.content)
 
     def parameters(self) -> set[str]:
         """Names of the parameters that it sets anywhere."""

@@ -11,7 +11,8 @@ from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 from mergekit.scripts import merge_raw_pytorch, multimerge
 
-from mergekit_ram.check import Problem, RecipeError, check, check_steps
+from mergekit_ram.check.problems import Problem, RecipeError
+from mergekit_ram.check.recipes import check, check_steps
 from mergekit_ram.methods import METHODS, MergeError
 
 # What reading, parsing and validating a file that is something else raises.
@@ -76,7 +77,7 @@ def _parsed(path: str) -> dict[str | None, Any]:
         documents = list(yaml.safe_load_all(source))
         if len(documents) > 1 or "name" in documents[0]:
             return multimerge.load_config(source, "")[0]
-        if _merges_files(documents[0]):
+        if merges_files(documents[0]):
             model = merge_raw_pytorch.RawPyTorchMergeConfig
         else:
             model = MergeConfiguration
@@ -85,7 +86,8 @@ def _parsed(path: str) -> dict[str | None, Any]:
         raise MergeError(f"{path} is not a recipe: {error}") from None
 
 
-def _merges_files(recipe: Mapping[str, Any]) -> bool:
+def merges_files(recipe: Mapping[str, Any]) -> bool:
+    """Whether a recipe is for ``mergekit-pytorch``, which takes files where ``mergekit-yaml`` takes models."""
     models = recipe.get("models")
     sources = [recipe.get("base_model"), *(models if isinstance(models, list) else ())]
     paths = [s.get("model") if isinstance(s, dict) else s for s in sources]

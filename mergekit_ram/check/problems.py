@@ -1,0 +1,128 @@
+"""What can be wrong with a recipe, whatever reads it, and the one error that tells all of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mergekit.common import dtype_from_name
+
+from mergekit_ram.checkpoint import Checkpoint, stored_bytes
+from mergekit_ram.methods import MergeError
+
+RECIPE = "recipe"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that keeps a recipe from being merged.
+
+    Attributes:
+        where: the model, or ``recipe``.
+        what: what is wrong, with the tensors it is wrong with.
+        remedy: what the user can do.
+    """
+
+    where: str
+    what: str
+    remedy: str
+
+
+class RecipeError(MergeError):
+    """A recipe that cannot be merged. The message lists every problem found.
+
+    Attributes:
+        problems: the same, one by one.
+    """
+
+    def __init__(self, method: str, problems: Iterable[Problem]):
+        self.method = method
+        self.problems = tuple(dict.fromkeys(problems))
+        super().__init__("\n".join(self._lines()))
+
+    def _lines(self) -> Iterator[str]:
+        number = len(self.problems)
+        yield (
+            f"merge_method {self.method} cannot merge this recipe: "
+            f"{number} problem{'s' if number != 1 else ''}"
+        )
+        for where in dict.fromkeys(problem.where for problem in self.problems):
+            yield where
+            for problem in self.problems:
+                if problem.where == where:
+                    yield f"  - {problem.what}"
+                    yield f"    {problem.remedy}"
+
+
+NO_DTYPES = {"dtype": None, "out_dtype": None}
+
+
+def parameter_problem(refusal: str) -> Problem:
+    return Problem(RECIPE, refusal, "see the parameters table in mergekit-ram's README")
+
+
+def number(tensors: Sequence[str]) -> str:
+    return f"{len(tensors)} tensor{'s' if len(tensors) > 1 else ''}"
+
+
+def checkpoint_problems(where: str, checkpoint: Checkpoint) -> Iterator[Problem]:
+    for fault in checkpoint.faults:
+        yield Problem(where, fault, "download or save the checkpoint again")
+    if checkpoint.quantization:
+        yield Problem(
+            where,
+            f"it is quantized: {checkpoint.quantization}",
+            "dequantize it first and save float weights; differences of quantized weights mean nothing",
+        )
+
+
+def dtype_problems(dtype: str | None, out_dtype: str | None) -> Iterator[Problem]:
+    for name, value in (("dtype", dtype), ("out_dtype", out_dtype)):
+        try:
+            parsed = dtype_from_name(value)
+            usable = parsed is None or parsed.is_floating_point
+        except RuntimeError:
+            usable = False
+        if not usable:
+            yield Problem(
+                RECIPE,
+                f"{name}: {value}",
+                "use bfloat16, float16, float32 or float64",
+            )
+
+
+def overwriting(out_path: str, model: str) -> Problem:
+    return Problem(
+        RECIPE,
+        f"the output {out_path} is the input {model}",
+        "write the merged model to another directory",
+    )
+
+
+def space_problems(
+    base: Checkpoint, dtype: str | None, out_path: str
+) -> Iterator[Problem]:
+    needed = stored_bytes(base.tensors, dtype)
+    existing = os.path.abspath(out_path)
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        yield Problem(
+            RECIPE,
+            f"the output {out_path} cannot be made: {existing} is a file",
+            "write the merged model to another directory",
+        )
+        return
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        yield Problem(
+            RECIPE,
+            f"the merged model takes {_size(needed)}, {_size(free)} are free at {out_path}",
+            "free some space or write it elsewhere",
+        )
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

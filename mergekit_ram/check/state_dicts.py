@@ -1,0 +1,109 @@
+"""What is wrong with a recipe of ``mergekit-pytorch``, which merges files of weights without configs."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import yaml
+from mergekit.common import ModelReference
+
+from mergekit_ram import output
+from mergekit_ram.check.combinations import Combination, agent_problems
+from mergekit_ram.check.problems import (
+    NO_DTYPES,
+    Problem,
+    RecipeError,
+    checkpoint_problems,
+    dtype_problems,
+    number,
+    overwriting,
+    space_problems,
+)
+from mergekit_ram.checkpoint import Checkpoint, some
+
+if TYPE_CHECKING:
+    from mergekit.scripts.merge_raw_pytorch import RawPyTorchMergeConfig
+
+
+def raw_problems(
+    config: RawPyTorchMergeConfig,
+    *,
+    tensor_union: bool,
+    tensor_intersection: bool,
+    out_path: str | None,
+) -> list[Problem]:
+    """What is wrong with the files of a ``mergekit-pytorch`` recipe. Shapes are compared once planned.
+
+    Args:
+        tensor_union: merge every tensor that a model has.
+        tensor_intersection: merge the tensors that all models have.
+        out_path: where the merged file goes, for disk space and for not overwriting an input.
+    """
+    models = tuple(_file_reference(model.model) for model in config.models)
+    base = _file_reference(config.base_model) if config.base_model else None
+    files = {
+        reference: Checkpoint.of_file(reference.model.path)
+        for reference in dict.fromkeys([*models, *([base] if base else [])])
+    }
+    problems = [
+        *agent_problems(Combination("models", base, models, (None,) * len(models))),
+        *dtype_problems(config.dtype, config.out_dtype),
+    ]
+    for reference, file in files.items():
+        problems += checkpoint_problems(str(reference), file)
+    if not (tensor_union or tensor_intersection):
+        # mergekit would drop what only the base has, without a word.
+        names = dict.fromkeys(n for file in files.values() for n in file.tensors)
+        for reference, file in files.items():
+            missing = [name for name in names if name not in file.tensors]
+            if missing and not file.faults:
+                problems.append(
+                    Problem(
+                        str(reference),
+                        f"{number(missing)} missing: {some(missing)}",
+                        "get the file again, or merge what all files have with --tensor-intersection",
+                    )
+                )
+    if out_path is not None:
+        for reference in files:
+            folder, name = os.path.split(os.path.realpath(reference.model.path))
+            if folder == os.path.realpath(out_path) and output.replaces(name):
+                problems.append(overwriting(out_path, str(reference)))
+        if base is not None:
+            dtype = config.out_dtype or config.dtype
+            problems += space_problems(files[base], dtype, out_path)
+    return problems
+
+
+def require_readable(recipe_path: str) -> None:
+    """Refuse a recipe of ``mergekit-pytorch`` if a file of it cannot be read.
+
+    Raises:
+        RecipeError: with every such file.
+    """
+    with open(recipe_path, encoding="utf-8") as file:
+        recipe = yaml.safe_load(file)
+    paths = [recipe.get("base_model"), *(m["model"] for m in recipe["models"])]
+    problems = [
+        problem
+        for path in dict.fromkeys(filter(None, paths))
+        for problem in checkpoint_problems(path, Checkpoint.of_file(path))
+    ]
+    if problems:
+        raise RecipeError(recipe["merge_method"], problems)
+
+
+def plannable_raw(config: RawPyTorchMergeConfig) -> RawPyTorchMergeConfig:
+    """The recipe as far as it can be planned: without dtypes, unreadable files and the second mention of any."""
+    readable = {
+        model.model: model
+        for model in reversed(config.models)
+        if not Checkpoint.of_file(model.model).faults
+    }
+    models = [m for m in config.models if readable.get(m.model) is m]
+    return config.model_copy(update={**NO_DTYPES, "models": models})
+
+
+def _file_reference(path: str) -> ModelReference:
+    return ModelReference.model_validate({"model": {"path": path}})

@@ -1,0 +1,239 @@
+"""The tensors that a plan is going to load, compared by their headers: missing ones, other shapes, other types."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mergekit.architecture.conversion import can_convert_checkpoint_keys
+from mergekit.common import ModelReference, dtype_from_name
+from mergekit.io import LazyTensorLoader, ShardedTensorIndex
+from mergekit.io.tasks import LoaderCache, LoadTensor
+from mergekit.merge_methods.task_adapter import (
+    ExecuteMergeMethodTask,
+    TensorDictWrapper,
+)
+from mergekit.tokenizer import PermutedVocabulary
+from mergekit.tokenizer.truncate import TruncatedVocabulary
+
+from mergekit_ram.check.problems import Problem, number
+from mergekit_ram.checkpoint import Checkpoint, TensorHeader, some, stored_bytes
+
+
+class DescribedLoader(LazyTensorLoader):
+    """Stands in for the loader of a checkpoint that is only planned with."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        paths = dict.fromkeys(checkpoint.tensors, "")
+        super().__init__(ShardedTensorIndex("", True, paths, []))
+        self.checkpoint = checkpoint
+
+
+def rounding_warnings(
+    agents: Iterable[ModelReference],
+    checkpoints: PlannedCheckpoints,
+    dtype: str | None,
+) -> list[str]:
+    """Warn of a 16-bit ``dtype`` that rounds float32 agents before they are compared with the base."""
+    rounding = dtype_from_name(dtype)
+    if rounding is None or rounding.itemsize > 2:
+        return []
+    stored = [str(agent) for agent in agents if checkpoints.of(agent).float32]
+    if not stored:
+        return []
+    return [
+        f"dtype: {dtype} rounds {some(stored)}, stored in float32, before they are compared with the base: updates "
+        "smaller than the rounding vanish. To keep them, use dtype: float32 with out_dtype: "
+        + str(dtype)
+    ]
+
+
+def tensor_problems(
+    merges: Sequence[ExecuteMergeMethodTask], checkpoints: PlannedCheckpoints
+) -> list[Problem]:
+    """What is wrong with the tensors that a plan is going to load: missing ones, and shapes that differ."""
+    missing: dict[str, list[str]] = {}
+    differing: dict[tuple[str, str], list[str]] = {}
+    buffers: dict[str, list[str]] = {}
+    for merge in merges:
+        inputs, aligned = _inputs(merge)
+        found = {
+            wanted.model: checkpoints.shape(wanted)
+            for wanted in inputs
+            if checkpoints.holds(wanted)
+        }
+        for wanted in inputs:
+            needed = not wanted.optional or (wanted.model == merge.base_model and found)
+            if needed and wanted.model not in found:
+                missing.setdefault(str(wanted.model), []).append(wanted.names[0])
+        axis = merge.output_weight.vocabulary_axis
+        expected = found.get(merge.base_model)
+        for model, shape in found.items():
+            if not _same_shape(shape, expected, axis if aligned else None):
+                remedy = _OTHER_SIZE if axis is None else _OTHER_VOCABULARY
+                differing.setdefault((str(model), remedy), []).append(
+                    f"{merge.output_weight.name} {list(shape)} for the base's {list(expected)}"
+                )
+        kinds = {
+            wanted.model: checkpoints.buffer_dtype(wanted)
+            for wanted in inputs
+            if wanted.model in found
+        }
+        for model, kind in kinds.items():
+            if kind != kinds.get(merge.base_model, kind):
+                kind, expected_kind = kind or "floats", kinds[merge.base_model]
+                buffers.setdefault(str(model), []).append(
+                    f"{merge.output_weight.name} {kind} for the base's {expected_kind or 'floats'}"
+                )
+    return [
+        *(
+            Problem(model, f"{number(kinds)} of another type: {some(kinds)}", _BUFFER)
+            for model, kinds in buffers.items()
+        ),
+        *(
+            Problem(model, f"{number(names)} missing: {some(names)}", _INCOMPLETE)
+            for model, names in missing.items()
+        ),
+        *(
+            Problem(model, f"{number(shapes)} of another shape: {some(shapes)}", remedy)
+            for (model, remedy), shapes in differing.items()
+        ),
+    ]
+
+
+_BUFFER = "save the checkpoint again with floating weights as the base's"
+
+
+_INCOMPLETE = "the checkpoint is incomplete, or of another architecture than the base; get it again"
+
+
+_OTHER_SIZE = "only models of the base's size, trained from the base, can be merged"
+
+
+_OTHER_VOCABULARY = (
+    "align the vocabularies: add `tokenizer: {source: base}` (or union) to the recipe"
+)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A tensor that a plan loads.
+
+    Attributes:
+        names: the names it may have.
+        optional: whether the plan can do without.
+        cast: whether it becomes a floating tensor, whatever it was.
+    """
+
+    model: ModelReference
+    names: tuple[str, ...]
+    optional: bool
+    cast: bool = False
+
+
+class PlannedCheckpoints:
+    """The checkpoints of a planned merge, each described once."""
+
+    def __init__(self) -> None:
+        self._described: dict[ModelReference, Checkpoint] = {}
+        self._model_types: dict[ModelReference, str] = {}
+
+    def header(self, wanted: _Wanted) -> TensorHeader | None:
+        tensors = self.of(wanted.model).tensors
+        name = next((name for name in wanted.names if name in tensors), None)
+        return tensors[name] if name else None
+
+    def shape(self, wanted: _Wanted) -> tuple[int, ...] | None:
+        header = self.header(wanted)
+        return header.shape if header else None
+
+    def buffer_dtype(self, wanted: _Wanted) -> str | None:
+        """The dtype the tensor is loaded as if that is not a floating one."""
+        header = self.header(wanted)
+        if header is None or header.dtype is None or header.floating or wanted.cast:
+            return None
+        return header.dtype
+
+    def holds(self, wanted: _Wanted) -> bool:
+        """Whether the checkpoint has the tensor, or mergekit can make it of others, as of an older layout."""
+        tensors = self.of(wanted.model).tensors
+        if not tensors or any(name in tensors for name in wanted.names):
+            return True
+        if wanted.optional:
+            return False
+        return can_convert_checkpoint_keys(
+            self._model_type(wanted.model), set(tensors), wanted.names[0]
+        )
+
+    def of(self, model: ModelReference) -> Checkpoint:
+        if model not in self._described:
+            self._described[model] = self._describe(model)
+        return self._described[model]
+
+    def _describe(self, model: ModelReference) -> Checkpoint:
+        path = model.model.path
+        if os.path.isfile(path):
+            return Checkpoint.of_file(path)
+        loader = LoaderCache().get(model)
+        if isinstance(loader, DescribedLoader):
+            return loader.checkpoint
+        return Checkpoint.of_directory(loader.index.base_path)
+
+    def _model_type(self, model: ModelReference) -> str:
+        if model not in self._model_types:
+            config = model.config(trust_remote_code=LoaderCache().trust_remote_code)
+            self._model_types[model] = config.model_type
+        return self._model_types[model]
+
+
+def output_bytes(
+    merge: ExecuteMergeMethodTask, dtype: str | None, checkpoints: PlannedCheckpoints
+) -> int:
+    """What a merge's output takes as ``dtype``, as stored if None; 0 if it has no inputs or they are pickled."""
+    inputs, _ = _inputs(merge)
+    headers = (checkpoints.header(wanted) for wanted in inputs)
+    found = next((header for header in headers if header), TensorHeader())
+    return stored_bytes({"": found}, dtype)
+
+
+def _inputs(merge: ExecuteMergeMethodTask) -> tuple[list[_Wanted], bool]:
+    """What a merge loads, and whether its vocabularies are aligned on the way."""
+    gather = merge.gather_tensors
+    aligned = isinstance(gather, (PermutedVocabulary, TruncatedVocabulary))
+    if aligned:
+        gather = gather.gather_tensors
+    if isinstance(gather, TensorDictWrapper):
+        # mergekit-pytorch has compared the names already, by its own options.
+        wanted = [
+            _Wanted(model, (load.tensor_name,), optional=True)
+            for model, load in gather.tensors.items()
+        ]
+        return wanted, aligned
+    loads: list[LoadTensor] = list(gather.arguments().values())
+    wanted = [
+        _Wanted(
+            load.model,
+            (load.tensor, *(load.aliases or ()), *(load.tied_names or ())),
+            load.optional,
+            cast=bool(load.dtype),
+        )
+        for load in loads
+    ]
+    return wanted, aligned
+
+
+def _same_shape(
+    shape: tuple[int, ...] | None,
+    expected: tuple[int, ...] | None,
+    aligned_axis: int | None,
+) -> bool:
+    """Whether shapes agree, as far as they are known, but for an axis that is aligned before merging."""
+    if shape is None or expected is None:
+        return True
+    if len(shape) != len(expected):
+        return False
+    return all(
+        length == other or axis == aligned_axis
+        for axis, (length, other) in enumerate(zip(shape, expected))
+    )
