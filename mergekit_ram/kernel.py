@@ -28,6 +28,7 @@ from typing import Literal
 
 import torch
 
+from mergekit_ram import compiled
 from mergekit_ram.overlap import OverlapCounts
 from mergekit_ram.tally import Tally
 
@@ -246,10 +247,15 @@ class _Stream:
         # A 16-bit weight times a small integer is exact in float32.
         self.exact_products = all(dtype.itemsize <= 2 for dtype in dtypes)
 
-        if all(tensor.is_contiguous() for tensor in tensors):
+        flat = all(tensor.is_contiguous() for tensor in tensors)
+        if flat:
             tensors = [tensor.view(-1) for tensor in tensors]
         self.base, *self.inputs = tensors
         on_cpu = base.device.type == "cpu"
+        unweighted = rule.normalize or all(agent.weight == 1 for agent in agents)
+        self.compiled = (
+            on_cpu and flat and self.plain and unweighted and compiled.enabled()
+        )
         budget = _CPU_SCRATCH_BYTES if on_cpu else _ACCELERATOR_SCRATCH_BYTES
         deltas = len(agents) if self.ties else 1
         fitting = budget // ((8 + deltas) * self.dtype.itemsize)
@@ -268,6 +274,9 @@ class _Stream:
             self.base.shape, dtype=self.out_dtype, device=self.base.device
         )
         for index, rows in self.blocks():
+            if self.compiled:
+                self._take_compiled(index, merged[index])
+                continue
             self._accumulate(index, rows)
             if self.ties:
                 self._elect(rows, cutoffs)
@@ -279,6 +288,9 @@ class _Stream:
 
     def count(self) -> None:
         for index, rows in self.blocks():
+            if self.compiled:
+                self._take_compiled(index, None)
+                continue
             self.tally.begin(rows.base.shape[0])
             for i, delta in enumerate(self._deltas(index, rows)):
                 self.watched += delta.sum()
@@ -291,6 +303,19 @@ class _Stream:
         indices = _block_indices(self.base.shape, self.limit)
         for index in itertools.islice(indices, every // 2, None, every):
             yield index, self.rows.first(self.base[index].numel())
+
+    def _take_compiled(self, index: tuple, target: torch.Tensor | None) -> None:
+        """Merge a block into the target, if there is one, and count it, if that is asked for."""
+        base, *agents = (tensor[index] for tensor in (self.base, *self.inputs))
+        if self.input_dtype is not None:
+            base, *agents = (tensor.to(self.input_dtype) for tensor in (base, *agents))
+        threshold = torch.tensor(self.threshold, dtype=self.dtype)
+        patterns = self.tally.patterns(base.numel()) if self.tally else None
+        self.watched += compiled.take_block(
+            base, agents, threshold, self.exact_products, target, patterns
+        )
+        if self.tally:
+            self.tally.end()
 
     def _deltas(self, index: tuple, rows: _Rows) -> Iterator[torch.Tensor]:
         """Each agent's negated task vector, zero where unchanged. Only ``ties`` keeps them all."""

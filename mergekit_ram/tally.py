@@ -55,6 +55,11 @@ class Tally:
         """Start a block of so many elements, unchanged by every agent."""
         self._block = self._patterns[:elements].fill_((self.bins - 1) // 2)
 
+    def patterns(self, elements: int) -> torch.Tensor:
+        """Start a block whose patterns the caller fills in, instead of adding agents."""
+        self._block = self._patterns[:elements]
+        return self._block
+
     def add(self, agent: int, delta: torch.Tensor) -> None:
         """Take the block's deltas ``[elements]`` of an agent: negative, zero or positive."""
         signs = torch.sign(delta, out=self._signs[: delta.shape[0]])
