@@ -83,7 +83,7 @@ def _histogram(values: torch.Tensor, bins: int) -> torch.Tensor:
     values, halves that while the squared number of bins stays in cache.
     """
     folded = bins
-    while 1 < folded and folded**2 <= _DENSE_BINS and values.numel() % 2 == 0:
+    while folded > 1 and folded**2 <= _DENSE_BINS and values.numel() % 2 == 0:
         first, second = values.chunk(2)
         values = torch.add(second, first, alpha=folded)
         folded **= 2

@@ -1,0 +1,244 @@
+"""Train agents to merge: a base, and from it one agent per family by reinforcement learning and one by imitation.
+
+    python benchmarks/agents/train.py --seed 0 --seed 1
+
+A checkpoint that is there is not trained again, so a stopped run goes on where it was. Everything is drawn from the
+seed; on one machine the same seed gives the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import click
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from mergekit_ram.demo.evaluate import accuracy, generate, is_right
+from mergekit_ram.demo.families import FAMILIES, Task, character_tokenizer, draw
+
+RUNS = Path(__file__).parent / "runs"
+
+# The base: stops once every family is answered this well on the validation split, or after so many steps.
+BASE_ACCURACY, BASE_STEPS, BASE_BATCH, BASE_LR = 0.35, 1500, 32, 3e-3
+CHECK_EVERY = 50
+# Part of the answers in the base's corpus that are careless ones.
+CARELESS = 0.5
+
+# GRPO: prompts a step, completions a prompt, steps, learning rate of AdamW.
+PROMPTS, GROUP, RL_STEPS, RL_LR = 32, 8, 120, 3e-5
+# Imitation of the right answers, for contrast: as many tasks a step as GRPO samples completions.
+SFT_STEPS, SFT_BATCH, SFT_LR = 120, 256, 3e-4
+CLIP_NORM = 1.0
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    hidden_size = 96
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden_size,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            max_position_embeddings=128,
+            # Weights this narrow learn little from the default of 0.02.
+            initializer_range=hidden_size**-0.5,
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    )
+
+
+def log_likelihood(
+    model: Qwen2ForCausalLM,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+) -> tuple[Tensor, Tensor]:
+    """Log probability of every completion token, flat, and the index of the sequence that each belongs to."""
+    longest = max(map(len, map(lambda p, c: [*p, *c], prompts, completions)))
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    predicted = torch.zeros(len(prompts), longest, dtype=torch.bool)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions)):
+        end = len(prompt) + len(completion)
+        ids[row, :end] = torch.tensor([*prompt, *completion])
+        predicted[row, len(prompt) : end] = True
+    # Padding is on the right, where a causal model does not see it, so no attention mask is needed.
+    hidden = model.model(input_ids=ids).last_hidden_state[:, :-1][predicted[:, 1:]]
+    loss = torch.nn.functional.cross_entropy(
+        model.lm_head(hidden), ids[predicted], reduction="none"
+    )
+    return -loss, predicted.nonzero()[:, 0]
+
+
+def imitation_loss(
+    model, tokenizer, tasks: Sequence[Task], answers: Sequence[str]
+) -> Tensor:
+    """Mean negative log likelihood of the answers."""
+    prompts = tokenizer([task.prompt for task in tasks]).input_ids
+    answers = tokenizer([answer + tokenizer.eos_token for answer in answers]).input_ids
+    return -log_likelihood(model, prompts, answers)[0].mean()
+
+
+def grpo_loss(model, tokenizer, tasks: Sequence[Task]) -> tuple[Tensor, float]:
+    """Group-relative policy gradient (Shao et al., 2024) on the model's own completions, and their mean reward.
+
+    The policy takes one step per batch of completions, so the importance ratio is 1 and nothing is to be clipped.
+    """
+    tasks = [task for task in tasks for _ in range(GROUP)]
+    completions = generate(model, tokenizer, [t.prompt for t in tasks], sample=True)
+    rewards = torch.tensor(
+        [float(is_right(tokenizer, t, c)) for t, c in zip(tasks, completions)]
+    )
+    groups = rewards.view(-1, GROUP)
+    centred = groups - groups.mean(1, keepdim=True)
+    advantages = (centred / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+    # A group of equal rewards has no advantages, so it need not be gone through.
+    kept = advantages.nonzero()[:, 0].tolist()
+    prompts = tokenizer([tasks[i].prompt for i in kept]).input_ids
+    log_probabilities, sequence = log_likelihood(
+        model, prompts, [completions[i] for i in kept]
+    )
+    weights = advantages[kept][sequence] / sum(map(len, completions))
+    return -(weights * log_probabilities).sum(), rewards.mean().item()
+
+
+def optimizer_for(model, learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0
+    )
+
+
+def take_step(model, optimizer, loss: Tensor, learning_rate: float) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+
+
+def stream(family: str, seed: int, purpose: str) -> Iterator[Task]:
+    generator = random.Random(f"{purpose} {family} {seed}")
+    while True:
+        yield FAMILIES[family](generator)
+
+
+def take(tasks: Iterator[Task], count: int) -> list[Task]:
+    return [next(tasks) for _ in range(count)]
+
+
+def train_base(seed: int, tokenizer) -> Qwen2ForCausalLM:
+    """Imitate right answers of all families until each is answered middlingly well.
+
+    A family that has got there leaves the mixture, and returns if it falls back.
+    """
+    torch.manual_seed(seed)
+    model = new_model(tokenizer)
+    optimizer = optimizer_for(model, BASE_LR)
+    tasks = {family: stream(family, seed, "base") for family in FAMILIES}
+    held_out = {family: draw(family, 200, f"stop {seed}") for family in FAMILIES}
+    chance = random.Random(seed)
+    learning = list(FAMILIES)
+    progress = tqdm(range(1, BASE_STEPS + 1), desc=f"seed {seed}: base")
+    for step in progress:
+        losses = []
+        for family in learning:
+            batch = take(tasks[family], BASE_BATCH)
+            answers = [
+                task.careless if chance.random() < CARELESS else task.answer
+                for task in batch
+            ]
+            losses.append(imitation_loss(model, tokenizer, batch, answers))
+        loss = sum(losses) / len(losses)
+        take_step(model, optimizer, loss, BASE_LR * min(1, step / 50))
+        if step % CHECK_EVERY == 0:
+            scores = {f: accuracy(model, tokenizer, held_out[f]) for f in FAMILIES}
+            progress.set_postfix({f: f"{s:.0%}" for f, s in scores.items()})
+            print(step, scores, flush=True)
+            learning = [f for f, s in scores.items() if s < BASE_ACCURACY]
+            if not learning:
+                break
+    return model
+
+
+def train_by_reinforcement(model, tokenizer, family: str, seed: int) -> None:
+    """GRPO with the verifier's 0 or 1 as the reward: no right answer is ever shown to the model."""
+    torch.manual_seed(seed)
+    optimizer = optimizer_for(model, RL_LR)
+    tasks = stream(family, seed, "rl")
+    progress = tqdm(range(1, RL_STEPS + 1), desc=f"seed {seed}: RL {family}")
+    for step in progress:
+        loss, reward = grpo_loss(model, tokenizer, take(tasks, PROMPTS))
+        take_step(model, optimizer, loss, RL_LR * min(1, step / 10))
+        progress.set_postfix(reward=f"{reward:.2f}")
+
+
+def train_by_imitation(model, tokenizer, family: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    optimizer = optimizer_for(model, SFT_LR)
+    tasks = stream(family, seed, "sft")
+    progress = tqdm(range(1, SFT_STEPS + 1), desc=f"seed {seed}: SFT {family}")
+    for step in progress:
+        batch = take(tasks, SFT_BATCH)
+        loss = imitation_loss(model, tokenizer, batch, [t.answer for t in batch])
+        take_step(model, optimizer, loss, SFT_LR * min(1, step / 10))
+        progress.set_postfix(loss=f"{loss.item():.3f}")
+
+
+def save(model, tokenizer, directory: Path, training: dict) -> None:
+    """Write a checkpoint in bfloat16; ``config.json``, by which it is known to be whole, goes last."""
+    model.to(torch.bfloat16).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    (directory / "training.json").write_text(json.dumps(training, indent=2) + "\n")
+
+
+def load(directory: Path) -> Qwen2ForCausalLM:
+    """A checkpoint in float32, the dtype it is trained in."""
+    return Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+def train_seed(seed: int, runs: Path = RUNS) -> Path:
+    """Train what is missing of one seed's base, RL agents and SFT agents. Returns their directory."""
+    directory = runs / f"seed{seed}"
+    tokenizer = character_tokenizer()
+    base = directory / "base"
+    jobs = [(base, lambda: train_base(seed, tokenizer))]
+    for kind, train in (("rl", train_by_reinforcement), ("sft", train_by_imitation)):
+        for family in FAMILIES:
+
+            def specialise(train=train, family=family):
+                model = load(base)
+                train(model, tokenizer, family, seed)
+                return model
+
+            jobs.append((directory / f"{kind}_{family}", specialise))
+    for target, job in jobs:
+        if (target / "training.json").exists():
+            continue
+        started = time.perf_counter()
+        model = job()
+        save(model, tokenizer, target, {"seconds": time.perf_counter() - started})
+    return directory
+
+
+@click.command()
+@click.option("--seed", "seeds", type=int, multiple=True, default=range(5))
+def main(seeds: tuple[int, ...]) -> None:
+    """Train base and agents of the seeds; finished checkpoints are kept."""
+    torch.set_num_threads(1)
+    for seed in seeds:
+        train_seed(seed)
+
+
+if __name__ == "__main__":
+    main()

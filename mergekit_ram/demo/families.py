@@ -1,0 +1,106 @@
+"""Three families of tasks with answers that a program can verify, and the characters they are written in."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, END = "<pad>", "<end>"
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+DIGITS = "0123456789"
+CHARACTERS = LETTERS + DIGITS + " =+-,;()?>"
+
+
+class Task(NamedTuple):
+    """A prompt and the only answer that counts: exactly these characters, then the end.
+
+    ``careless`` is the answer of someone who does not read closely. It is a part of what the base was trained on.
+    """
+
+    prompt: str
+    answer: str
+    careless: str
+
+
+def tool_call(random: random.Random) -> Task:
+    """Put a request's named values into a call, in the order of the tool's signature.
+
+    ``f(c,a) a=7 c=x>`` → ``f(x,7)``. Careless: in the order of the request.
+    """
+    tool, *names = random.sample(LETTERS, random.randint(3, 5))
+    values = {name: random.choice(LETTERS + DIGITS) for name in names}
+    requested = random.sample(names, len(names))
+    request = " ".join(f"{name}={values[name]}" for name in requested)
+
+    def call(order: Sequence[str]) -> str:
+        return f"{tool}({','.join(values[name] for name in order)})"
+
+    return Task(f"{tool}({','.join(names)}) {request}>", call(names), call(requested))
+
+
+def program(random: random.Random) -> Task:
+    """Run assignments and give the last value of every variable, modulo 10.
+
+    ``a=3;b=a+1;a=b>`` → ``44``. Careless: without the ``+1``.
+    """
+    values: dict[str, int] = {}
+    careless: dict[str, int] = {}
+    lines = []
+    for _ in range(random.randint(2, 5)):
+        target = random.choice("abc"[: len(values) + 1])
+        source = random.choice([random.choice(DIGITS), *values])
+        step = random.randint(0, 1)
+        lines.append(f"{target}={source}{'+1' if step else ''}")
+        values[target] = (int(values.get(source, source)) + step) % 10
+        careless[target] = int(careless.get(source, source))
+
+    def listed(state: dict[str, int]) -> str:
+        return "".join(str(state[name]) for name in sorted(state))
+
+    return Task(f"{';'.join(lines)}>", listed(values), listed(careless))
+
+
+def recall(random: random.Random) -> Task:
+    """Find what was said of a name a long time ago.
+
+    ``qx b4 m9?b>`` → ``4``. Careless: what was said last.
+    """
+    names = random.sample(LETTERS, random.randint(2, 12))
+    said = {name: random.choice(LETTERS + DIGITS) for name in names}
+    asked = random.choice(names)
+    listed = " ".join(f"{name}{value}" for name, value in said.items())
+    return Task(f"{listed}?{asked}>", said[asked], said[names[-1]])
+
+
+FAMILIES: dict[str, Callable[[random.Random], Task]] = {
+    "tool_call": tool_call,
+    "program": program,
+    "recall": recall,
+}
+
+
+def draw(family: str, count: int, seed: int | str) -> list[Task]:
+    """Distinct prompts of a family. Splits are seeds: ``train-0`` and ``test-0`` share none but by chance."""
+    generator = random.Random(f"{family} {seed}")
+    found: dict[str, Task] = {}
+    while len(found) < count:
+        task = FAMILIES[family](generator)
+        found[task.prompt] = task
+    return list(found.values())
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate([PAD, END, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, padding_side="left"
+    )
