@@ -22,12 +22,13 @@ from tqdm import tqdm
 from train import RUNS, train_seed
 
 from mergekit_ram.demo.evaluate import score
-from mergekit_ram.demo.families import FAMILIES
+from mergekit_ram.demo.families import FAMILIES, Split
 from mergekit_ram.demo.merging import merge, recipe, write_recipe
 from mergekit_ram.report import FILE_NAME
 
 RESULTS = Path(__file__).parent / "results"
-TEST_TASKS, VALIDATION_TASKS = 300, 150
+# Tasks of each family.
+COUNTS = {"test": 300, "validation": 150}
 
 # What is tuned, six tries a method. Weights, of ``linear`` only, are per agent and normalised by mergekit.
 TRIES: dict[str, list[dict]] = {
@@ -65,7 +66,7 @@ TRIES: dict[str, list[dict]] = {
 
 
 def merge_and_score(
-    models: Path, kind: str, method: str, setting: dict, split: str, count: int
+    models: Path, kind: str, method: str, setting: dict, split: Split, seed: int
 ) -> dict:
     """Merge a seed's agents of a kind by mergekit-yaml; their scores, and RAM's report where there is one."""
     agents = [(models / f"{kind}_{family}").resolve() for family in FAMILIES]
@@ -80,7 +81,7 @@ def merge_and_score(
             setting.get("weights"),
         )
         merge(write_recipe(work / "recipe.yml", contents), work / "merged")
-        result = with_mean(score(work / "merged", split=split, count=count))
+        result = measure(work / "merged", split, seed)
         report = work / "merged" / FILE_NAME
         if report.exists():
             result["report"] = json.loads(report.read_text())
@@ -89,7 +90,8 @@ def merge_and_score(
         shutil.rmtree(work)
 
 
-def with_mean(scores: dict[str, float]) -> dict:
+def measure(checkpoint: Path, split: Split, seed: int) -> dict:
+    scores = score(checkpoint, split=split, count=COUNTS[split], seed=seed)
     return {"scores": scores, "mean": sum(scores.values()) / len(scores)}
 
 
@@ -119,7 +121,6 @@ def measure_seed(seed: int) -> dict:
     """Scores of one seed's models and merges on tasks that no training saw, and how its agents overlap."""
     torch.set_num_threads(1)
     models = train_seed(seed, RUNS)
-    test, validation = f"test {seed}", f"validation {seed}"
     names = ["base", *(f"{kind}_{family}" for kind in ("rl", "sft") for family in FAMILIES)]  # fmt: skip
     steps = tqdm(
         total=len(names) + sum(map(len, TRIES.values())) + 2 * len(TRIES) + 1,
@@ -127,22 +128,18 @@ def measure_seed(seed: int) -> dict:
     )
     result: dict = {"seed": seed, "models": {}, "methods": {}, "overlap": {}}
     for name in names:
-        result["models"][name] = with_mean(
-            score(models / name, split=test, count=TEST_TASKS)
-        )
+        result["models"][name] = measure(models / name, "test", seed)
         steps.update()
     for method, tries in TRIES.items():
         tried = []
         for setting in tries:
-            found = merge_and_score(
-                models, "rl", method, setting, validation, VALIDATION_TASKS
-            )
+            found = merge_and_score(models, "rl", method, setting, "validation", seed)
             tried.append({"setting": setting, "mean": found["mean"]})
             steps.update()
         best = max(tried, key=lambda one: one["mean"])["setting"]
         runs = {}
         for name, setting in (("default", {}), ("tuned", best)):
-            runs[name] = merge_and_score(models, "rl", method, setting, test, TEST_TASKS)  # fmt: skip
+            runs[name] = merge_and_score(models, "rl", method, setting, "test", seed)  # fmt: skip
             runs[name]["setting"] = setting
             steps.update()
         report = runs["default"].pop("report", None)
@@ -150,7 +147,7 @@ def measure_seed(seed: int) -> dict:
         if method == "ram":
             result["overlap"]["rl"] = overlap(report)
         result["methods"][method] = {**runs, "tries": tried}
-    imitators = merge_and_score(models, "sft", "ram", {}, test, TEST_TASKS)
+    imitators = merge_and_score(models, "sft", "ram", {}, "test", seed)
     result["overlap"]["sft"] = overlap(imitators.pop("report"))
     result["models"]["ram of the SFT agents"] = imitators
     steps.close()

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from mergekit_ram.demo.evaluate import accuracy, generate, is_right
-from mergekit_ram.demo.families import FAMILIES, Task, character_tokenizer, draw
+from mergekit_ram.demo.families import FAMILIES, Task, character_tokenizer, draw, stream
 
 RUNS = Path(__file__).parent / "runs"
 
@@ -127,12 +127,6 @@ def take_step(model, optimizer, loss: Tensor, learning_rate: float) -> None:
     optimizer.step()
 
 
-def stream(family: str, seed: int, purpose: str) -> Iterator[Task]:
-    generator = random.Random(f"{purpose} {family} {seed}")
-    while True:
-        yield FAMILIES[family](generator)
-
-
 def take(tasks: Iterator[Task], count: int) -> list[Task]:
     return [next(tasks) for _ in range(count)]
 
@@ -145,8 +139,8 @@ def train_base(seed: int, tokenizer) -> Qwen2ForCausalLM:
     torch.manual_seed(seed)
     model = new_model(tokenizer)
     optimizer = optimizer_for(model, BASE_LR)
-    tasks = {family: stream(family, seed, "base") for family in FAMILIES}
-    held_out = {family: draw(family, 200, f"stop {seed}") for family in FAMILIES}
+    tasks = {family: stream(family, "train", f"base {seed}") for family in FAMILIES}
+    held_out = {family: draw(family, "validation", 200, seed) for family in FAMILIES}
     chance = random.Random(seed)
     learning = list(FAMILIES)
     progress = tqdm(range(1, BASE_STEPS + 1), desc=f"seed {seed}: base")
@@ -175,7 +169,7 @@ def train_by_reinforcement(model, tokenizer, family: str, seed: int) -> None:
     """GRPO with the verifier's 0 or 1 as the reward: no right answer is ever shown to the model."""
     torch.manual_seed(seed)
     optimizer = optimizer_for(model, RL_LR)
-    tasks = stream(family, seed, "rl")
+    tasks = stream(family, "train", f"rl {seed}")
     progress = tqdm(range(1, RL_STEPS + 1), desc=f"seed {seed}: RL {family}")
     for step in progress:
         loss, reward = grpo_loss(model, tokenizer, take(tasks, PROMPTS))
@@ -186,7 +180,7 @@ def train_by_reinforcement(model, tokenizer, family: str, seed: int) -> None:
 def train_by_imitation(model, tokenizer, family: str, seed: int) -> None:
     torch.manual_seed(seed)
     optimizer = optimizer_for(model, SFT_LR)
-    tasks = stream(family, seed, "sft")
+    tasks = stream(family, "train", f"sft {seed}")
     progress = tqdm(range(1, SFT_STEPS + 1), desc=f"seed {seed}: SFT {family}")
     for step in progress:
         batch = take(tasks, SFT_BATCH)

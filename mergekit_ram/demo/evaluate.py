@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mergekit_ram.demo.families import FAMILIES, Task, draw
+from mergekit_ram.demo.families import FAMILIES, Split, Task, draw
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -69,7 +69,11 @@ def accuracy(
 
 
 def score(
-    checkpoint: str | Path, *, split: str = "test", count: int = 500
+    checkpoint: str | Path,
+    *,
+    split: Split = "test",
+    count: int = 500,
+    seed: int = 0,
 ) -> dict[str, float]:
     """Accuracy of a checkpoint by family, over ``count`` tasks each. Computed in float32 from the saved weights."""
     import torch
@@ -78,6 +82,6 @@ def score(
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
     return {
-        family: accuracy(model, tokenizer, draw(family, count, split))
+        family: accuracy(model, tokenizer, draw(family, split, count, seed))
         for family in FAMILIES
     }

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+Split = Literal["train", "validation", "test"]
 
 PAD, END = "<pad>", "<end>"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -83,12 +86,27 @@ FAMILIES: dict[str, Callable[[random.Random], Task]] = {
 }
 
 
-def draw(family: str, count: int, seed: int | str) -> list[Task]:
-    """Distinct prompts of a family. Splits are seeds: ``train-0`` and ``test-0`` share none but by chance."""
-    generator = random.Random(f"{family} {seed}")
-    found: dict[str, Task] = {}
-    while len(found) < count:
+def split_of(prompt: str) -> Split:
+    """The split a prompt belongs to, so that none is in two: a tenth each for test and validation."""
+    splits: dict[int, Split] = {0: "test", 1: "validation"}
+    return splits.get(zlib.crc32(prompt.encode()) % 10, "train")
+
+
+def stream(family: str, split: Split, seed: int | str) -> Iterator[Task]:
+    """Tasks of one split without end, the same ones for the same seed."""
+    generator = random.Random(f"{family} {split} {seed}")
+    while True:
         task = FAMILIES[family](generator)
+        if split_of(task.prompt) == split:
+            yield task
+
+
+def draw(family: str, split: Split, count: int, seed: int | str = 0) -> list[Task]:
+    """Tasks of one split with distinct prompts."""
+    found: dict[str, Task] = {}
+    tasks = stream(family, split, seed)
+    while len(found) < count:
+        task = next(tasks)
         found[task.prompt] = task
     return list(found.values())
 
