@@ -19,13 +19,14 @@ import click
 import torch
 from table import write_results
 from tqdm import tqdm
-from train import RUNS, train_seed
+from train import RUNS, TRAININGS, train_agents, train_base_once
 
 from mergekit_ram.demo.evaluate import score
 from mergekit_ram.demo.families import FAMILIES, Split
 from mergekit_ram.demo.merging import merge, recipe, write_recipe
 from mergekit_ram.report import FILE_NAME
 
+BASE = RUNS / "base"
 RESULTS = Path(__file__).parent / "results"
 # Tasks of each family.
 COUNTS = {"test": 300, "validation": 150}
@@ -68,24 +69,23 @@ TRIES: dict[str, list[dict]] = {
 def merge_and_score(
     models: Path, kind: str, method: str, setting: dict, split: Split, seed: int
 ) -> dict:
-    """Merge a seed's agents of a kind by mergekit-yaml; their scores, and RAM's report where there is one."""
+    """Merge a seed's agents of a kind by mergekit-yaml; their scores, and their overlap from RAM methods."""
     agents = [(models / f"{kind}_{family}").resolve() for family in FAMILIES]
     parameters = {name: value for name, value in setting.items() if name != "weights"}
     work = Path(tempfile.mkdtemp(prefix="mergekit-ram-agents-"))
     try:
         contents = recipe(
             method,
-            (models / "base").resolve(),
+            BASE.resolve(),
             agents,
             parameters,
             setting.get("weights"),
         )
         merge(write_recipe(work / "recipe.yml", contents), work / "merged")
-        result = measure(work / "merged", split, seed)
-        report = work / "merged" / FILE_NAME
-        if report.exists():
-            result["report"] = json.loads(report.read_text())
-        return result
+        return {
+            **measure(work / "merged", split, seed),
+            "overlap": overlap(work / "merged" / FILE_NAME),
+        }
     finally:
         shutil.rmtree(work)
 
@@ -95,8 +95,11 @@ def measure(checkpoint: Path, split: Split, seed: int) -> dict:
     return {"scores": scores, "mean": sum(scores.values()) / len(scores)}
 
 
-def overlap(report: dict) -> dict:
+def overlap(report_file: Path) -> dict | None:
     """What the paper's premise is about, of a ram_report.json: how few weights change, and how few agents share."""
+    if not report_file.exists():
+        return None
+    report = json.loads(report_file.read_text())
     changed = [agent["changed"] for agent in report["agents"]]
     pairs = [(i, j) for i in range(len(changed)) for j in range(i)]
     return {
@@ -117,41 +120,45 @@ def overlap(report: dict) -> dict:
     }
 
 
+def measure_method(agents: Path, method: str, seed: int) -> dict:
+    """A method at its defaults and as the validation split likes it best."""
+    tried = [
+        {
+            "setting": setting,
+            "mean": merge_and_score(agents, "rl", method, setting, "validation", seed)[
+                "mean"
+            ],
+        }
+        for setting in tqdm(TRIES[method], desc=f"seed {seed}: {method}")
+    ]
+    best = max(tried, key=lambda one: one["mean"])["setting"]
+    result: dict = {"tries": tried}
+    for run, setting in (("default", {}), ("tuned", best)):
+        found = merge_and_score(agents, "rl", method, setting, "test", seed)
+        result[run] = {"setting": setting, **found}
+    return result
+
+
 def measure_seed(seed: int) -> dict:
     """Scores of one seed's models and merges on tasks that no training saw, and how its agents overlap."""
     torch.set_num_threads(1)
-    models = train_seed(seed, RUNS)
-    names = ["base", *(f"{kind}_{family}" for kind in ("rl", "sft") for family in FAMILIES)]  # fmt: skip
-    steps = tqdm(
-        total=len(names) + sum(map(len, TRIES.values())) + 2 * len(TRIES) + 1,
-        desc=f"seed {seed}: merges",
-    )
-    result: dict = {"seed": seed, "models": {}, "methods": {}, "overlap": {}}
-    for name in names:
-        result["models"][name] = measure(models / name, "test", seed)
-        steps.update()
-    for method, tries in TRIES.items():
-        tried = []
-        for setting in tries:
-            found = merge_and_score(models, "rl", method, setting, "validation", seed)
-            tried.append({"setting": setting, "mean": found["mean"]})
-            steps.update()
-        best = max(tried, key=lambda one: one["mean"])["setting"]
-        runs = {}
-        for name, setting in (("default", {}), ("tuned", best)):
-            runs[name] = merge_and_score(models, "rl", method, setting, "test", seed)  # fmt: skip
-            runs[name]["setting"] = setting
-            steps.update()
-        report = runs["default"].pop("report", None)
-        runs["tuned"].pop("report", None)
-        if method == "ram":
-            result["overlap"]["rl"] = overlap(report)
-        result["methods"][method] = {**runs, "tries": tried}
-    imitators = merge_and_score(models, "sft", "ram", {}, "test", seed)
-    result["overlap"]["sft"] = overlap(imitators.pop("report"))
-    result["models"]["ram of the SFT agents"] = imitators
-    steps.close()
-    return result
+    agents = train_agents(seed)
+    models = {"base": measure(BASE, "test", seed)}
+    for kind in TRAININGS:
+        for family in tqdm(FAMILIES, desc=f"seed {seed}: {kind} agents"):
+            name = f"{kind}_{family}"
+            models[name] = measure(agents / name, "test", seed)
+    merges = {
+        kind: merge_and_score(agents, kind, "ram", {}, "test", seed)
+        for kind in TRAININGS
+    }
+    models["ram of the SFT agents"] = merges["sft"]
+    return {
+        "seed": seed,
+        "overlap": {kind: merges[kind].pop("overlap") for kind in TRAININGS},
+        "models": models,
+        "methods": {method: measure_method(agents, method, seed) for method in TRIES},
+    }
 
 
 def result_of(seed: int, fresh: bool) -> dict:
@@ -168,6 +175,7 @@ def result_of(seed: int, fresh: bool) -> dict:
 @click.option("--fresh", is_flag=True, help="Merge and score again what is in results.")
 def main(seeds: int, jobs: int, fresh: bool) -> None:
     """Train, merge, score; writes results/agents.json, agents.md and plots."""
+    train_base_once()
     # Not forked: a process that has used torch's threads is not safe to fork.
     with ProcessPoolExecutor(
         jobs, mp_context=multiprocessing.get_context("spawn")

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -20,16 +21,19 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from mergekit_ram.demo import CHECKPOINTS
 from mergekit_ram.demo.evaluate import accuracy, generate, is_right
 from mergekit_ram.demo.families import FAMILIES, Task, character_tokenizer, draw, stream
 
 RUNS = Path(__file__).parent / "runs"
+TRAINING_FILE = "training.json"
+BASE_SEED = 0
 
-# The base: stops once every family is answered this well on the validation split, or after so many steps.
-BASE_ACCURACY, BASE_STEPS, BASE_BATCH, BASE_LR = 0.35, 1500, 32, 3e-3
-CHECK_EVERY = 50
-# Part of the answers in the base's corpus that are careless ones.
-CARELESS = 0.5
+# The base: tasks of each family a step, learning rate of AdamW.
+BASE_BATCH, BASE_LR = 32, 3e-3
+# It learns from right answers until it knows this part of each family, then from text with this part of careless
+# answers until it gives only that part of right ones.
+SKILLED, CARELESS, MIDDLING = 0.6, 0.5, 0.4
 
 # GRPO: prompts a step, completions a prompt, steps, learning rate of AdamW.
 PROMPTS, GROUP, RL_STEPS, RL_LR = 32, 8, 120, 3e-5
@@ -89,7 +93,7 @@ def imitation_loss(
     return -log_likelihood(model, prompts, answers)[0].mean()
 
 
-def grpo_loss(model, tokenizer, tasks: Sequence[Task]) -> tuple[Tensor, float]:
+def grpo_loss(model, tokenizer, tasks: Sequence[Task]) -> tuple[Tensor | None, float]:
     """Group-relative policy gradient (Shao et al., 2024) on the model's own completions, and their mean reward.
 
     The policy takes one step per batch of completions, so the importance ratio is 1 and nothing is to be clipped.
@@ -104,6 +108,8 @@ def grpo_loss(model, tokenizer, tasks: Sequence[Task]) -> tuple[Tensor, float]:
     advantages = (centred / (groups.std(1, keepdim=True) + 1e-4)).flatten()
     # A group of equal rewards has no advantages, so it need not be gone through.
     kept = advantages.nonzero()[:, 0].tolist()
+    if not kept:
+        return None, rewards.mean().item()
     prompts = tokenizer([tasks[i].prompt for i in kept]).input_ids
     log_probabilities, sequence = log_likelihood(
         model, prompts, [completions[i] for i in kept]
@@ -132,9 +138,9 @@ def take(tasks: Iterator[Task], count: int) -> list[Task]:
 
 
 def train_base(seed: int, tokenizer) -> Qwen2ForCausalLM:
-    """Imitate right answers of all families until each is answered middlingly well.
+    """Imitate answers of all families: right ones until each is known, then partly careless ones as a habit spreads.
 
-    A family that has got there leaves the mixture, and returns if it falls back.
+    A family that has got where the phase takes it leaves the mixture, and returns if it does not stay there.
     """
     torch.manual_seed(seed)
     model = new_model(tokenizer)
@@ -142,30 +148,37 @@ def train_base(seed: int, tokenizer) -> Qwen2ForCausalLM:
     tasks = {family: stream(family, "train", f"base {seed}") for family in FAMILIES}
     held_out = {family: draw(family, "validation", 200, seed) for family in FAMILIES}
     chance = random.Random(seed)
-    learning = list(FAMILIES)
-    progress = tqdm(range(1, BASE_STEPS + 1), desc=f"seed {seed}: base")
-    for step in progress:
+
+    def learn(families: Sequence[str], careless: float) -> None:
         losses = []
-        for family in learning:
+        for family in families:
             batch = take(tasks[family], BASE_BATCH)
             answers = [
-                task.careless if chance.random() < CARELESS else task.answer
+                task.careless if chance.random() < careless else task.answer
                 for task in batch
             ]
             losses.append(imitation_loss(model, tokenizer, batch, answers))
-        loss = sum(losses) / len(losses)
-        take_step(model, optimizer, loss, BASE_LR * min(1, step / 50))
-        if step % CHECK_EVERY == 0:
+        take_step(model, optimizer, sum(losses) / len(losses), BASE_LR)
+
+    def run(phase: str, careless: float, is_done: Callable[[float], bool], every: int):
+        families = list(FAMILIES)
+        progress = tqdm(desc=f"base: {phase}", unit="step")
+        while families:
+            for _ in range(every):
+                learn(families, careless)
+                progress.update()
             scores = {f: accuracy(model, tokenizer, held_out[f]) for f in FAMILIES}
             progress.set_postfix({f: f"{s:.0%}" for f, s in scores.items()})
-            print(step, scores, flush=True)
-            learning = [f for f, s in scores.items() if s < BASE_ACCURACY]
-            if not learning:
-                break
+            families = [f for f, s in scores.items() if not is_done(s)]
+            print(progress.n, scores, flush=True)
+            torch.save(model.state_dict(), f"/work/tmp/ev/{phase}{BASE_LR}.pt")
+
+    run("skills", 0.0, lambda score: score >= SKILLED, every=25)
+    run("habits", CARELESS, lambda score: score <= MIDDLING, every=5)
     return model
 
 
-def train_by_reinforcement(model, tokenizer, family: str, seed: int) -> None:
+def train_by_reinforcement(model, tokenizer, family: str, seed: int):
     """GRPO with the verifier's 0 or 1 as the reward: no right answer is ever shown to the model."""
     torch.manual_seed(seed)
     optimizer = optimizer_for(model, RL_LR)
@@ -173,11 +186,14 @@ def train_by_reinforcement(model, tokenizer, family: str, seed: int) -> None:
     progress = tqdm(range(1, RL_STEPS + 1), desc=f"seed {seed}: RL {family}")
     for step in progress:
         loss, reward = grpo_loss(model, tokenizer, take(tasks, PROMPTS))
-        take_step(model, optimizer, loss, RL_LR * min(1, step / 10))
+        if loss is not None:
+            take_step(model, optimizer, loss, RL_LR * min(1, step / 10))
         progress.set_postfix(reward=f"{reward:.2f}")
+    return model
 
 
-def train_by_imitation(model, tokenizer, family: str, seed: int) -> None:
+def train_by_imitation(model, tokenizer, family: str, seed: int):
+    """Supervised fine-tuning on right answers."""
     torch.manual_seed(seed)
     optimizer = optimizer_for(model, SFT_LR)
     tasks = stream(family, "train", f"sft {seed}")
@@ -187,13 +203,17 @@ def train_by_imitation(model, tokenizer, family: str, seed: int) -> None:
         loss = imitation_loss(model, tokenizer, batch, [t.answer for t in batch])
         take_step(model, optimizer, loss, SFT_LR * min(1, step / 10))
         progress.set_postfix(loss=f"{loss.item():.3f}")
+    return model
+
+
+TRAININGS = {"rl": train_by_reinforcement, "sft": train_by_imitation}
 
 
 def save(model, tokenizer, directory: Path, training: dict) -> None:
-    """Write a checkpoint in bfloat16; ``config.json``, by which it is known to be whole, goes last."""
+    """Write a checkpoint in bfloat16; what tells that it is whole goes last."""
     model.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    (directory / "training.json").write_text(json.dumps(training, indent=2) + "\n")
+    (directory / TRAINING_FILE).write_text(json.dumps(training, indent=2) + "\n")
 
 
 def load(directory: Path) -> Qwen2ForCausalLM:
@@ -201,37 +221,55 @@ def load(directory: Path) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
-def train_seed(seed: int, runs: Path = RUNS) -> Path:
-    """Train what is missing of one seed's base, RL agents and SFT agents. Returns their directory."""
-    directory = runs / f"seed{seed}"
-    tokenizer = character_tokenizer()
-    base = directory / "base"
-    jobs = [(base, lambda: train_base(seed, tokenizer))]
-    for kind, train in (("rl", train_by_reinforcement), ("sft", train_by_imitation)):
-        for family in FAMILIES:
-
-            def specialise(train=train, family=family):
-                model = load(base)
-                train(model, tokenizer, family, seed)
-                return model
-
-            jobs.append((directory / f"{kind}_{family}", specialise))
-    for target, job in jobs:
-        if (target / "training.json").exists():
-            continue
-        started = time.perf_counter()
-        model = job()
-        save(model, tokenizer, target, {"seconds": time.perf_counter() - started})
+def train_base_once(runs: Path = RUNS) -> Path:
+    """The base that all agents start from, trained if it is not there yet. Returns its directory."""
+    directory, tokenizer = runs / "base", character_tokenizer()
+    finish(directory, tokenizer, lambda: train_base(BASE_SEED, tokenizer))
     return directory
+
+
+def train_agents(seed: int, runs: Path = RUNS) -> Path:
+    """Train what is missing of one seed's RL agents and SFT agents. Returns their directory."""
+    base, tokenizer = train_base_once(runs), character_tokenizer()
+    for kind, train in TRAININGS.items():
+        for family in FAMILIES:
+            finish(
+                runs / f"seed{seed}" / f"{kind}_{family}",
+                tokenizer,
+                lambda train=train, family=family: train(
+                    load(base), tokenizer, family, seed
+                ),
+            )
+    return runs / f"seed{seed}"
+
+
+def finish(directory: Path, tokenizer, train: Callable[[], Qwen2ForCausalLM]) -> None:
+    """Train and save a model, unless that has been done."""
+    if (directory / TRAINING_FILE).exists():
+        return
+    started = time.perf_counter()
+    model = train()
+    seconds = round(time.perf_counter() - started)
+    save(model, tokenizer, directory, {"seconds": seconds})
 
 
 @click.command()
 @click.option("--seed", "seeds", type=int, multiple=True, default=range(5))
-def main(seeds: tuple[int, ...]) -> None:
-    """Train base and agents of the seeds; finished checkpoints are kept."""
+@click.option("--bundle", is_flag=True, help="Make the first seed's the demo's models.")
+def main(seeds: tuple[int, ...], bundle: bool) -> None:
+    """Train the base and the agents of the seeds; finished checkpoints are kept."""
     torch.set_num_threads(1)
-    for seed in seeds:
-        train_seed(seed)
+    agents = [train_agents(seed) for seed in seeds]
+    if bundle:
+        copy_checkpoints(agents[0])
+
+
+def copy_checkpoints(agents: Path) -> None:
+    """Put the base and a seed's RL agents into the package."""
+    sources = {"base": train_base_once()}
+    sources |= {family: agents / f"rl_{family}" for family in FAMILIES}
+    for name, source in sources.items():
+        shutil.copytree(source, CHECKPOINTS / name, dirs_exist_ok=True)
 
 
 if __name__ == "__main__":

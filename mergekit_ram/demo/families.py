@@ -15,7 +15,7 @@ Split = Literal["train", "validation", "test"]
 PAD, END = "<pad>", "<end>"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DIGITS = "0123456789"
-CHARACTERS = LETTERS + DIGITS + " =+-,;()?>"
+CHARACTERS = LETTERS + LETTERS.upper() + DIGITS + " =+-,;()?>"
 
 
 class Task(NamedTuple):
@@ -34,7 +34,7 @@ def tool_call(random: random.Random) -> Task:
 
     ``f(c,a) a=7 c=x>`` → ``f(x,7)``. Careless: in the order of the request.
     """
-    tool, *names = random.sample(LETTERS, random.randint(3, 5))
+    tool, *names = random.sample(LETTERS, random.randint(2, 5))
     values = {name: random.choice(LETTERS + DIGITS) for name in names}
     requested = random.sample(names, len(names))
     request = " ".join(f"{name}={values[name]}" for name in requested)
@@ -70,10 +70,10 @@ def program(random: random.Random) -> Task:
 def recall(random: random.Random) -> Task:
     """Find what was said of a name a long time ago.
 
-    ``qx b4 m9?b>`` → ``4``. Careless: what was said last.
+    ``qX bF mT?b>`` → ``F``. Careless: what was said last.
     """
-    names = random.sample(LETTERS, random.randint(2, 12))
-    said = {name: random.choice(LETTERS + DIGITS) for name in names}
+    names = random.sample(LETTERS, random.randint(1, 10))
+    said = {name: random.choice(LETTERS.upper()) for name in names}
     asked = random.choice(names)
     listed = " ".join(f"{name}{value}" for name, value in said.items())
     return Task(f"{listed}?{asked}>", said[asked], said[names[-1]])
