@@ -9,7 +9,6 @@ seed; on one machine the same seed gives the same weights.
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +28,9 @@ RUNS = Path(__file__).parent / "runs"
 TRAINING_FILE = "training.json"
 BASE_SEED = 0
 
-# The base: tasks of each family a step, learning rate of AdamW.
-BASE_BATCH, BASE_LR = 32, 3e-3
-# It learns from right answers until it knows this part of each family, then from text with this part of careless
-# answers until it gives only that part of right ones.
-SKILLED, CARELESS, MIDDLING = 0.6, 0.5, 0.4
+# The base: steps, tasks of each family a step, learning rate of AdamW; accuracy at which a family takes a rest.
+BASE_STEPS, BASE_BATCH, BASE_LR, KNOWN = 450, 32, 3e-3, 0.6
+CHECK_EVERY = 25
 
 # GRPO: prompts a step, completions a prompt, steps, learning rate of AdamW.
 PROMPTS, GROUP, RL_STEPS, RL_LR = 32, 8, 120, 3e-5
@@ -84,12 +81,10 @@ def log_likelihood(
     return -loss, predicted.nonzero()[:, 0]
 
 
-def imitation_loss(
-    model, tokenizer, tasks: Sequence[Task], answers: Sequence[str]
-) -> Tensor:
-    """Mean negative log likelihood of the answers."""
+def imitation_loss(model, tokenizer, tasks: Sequence[Task]) -> Tensor:
+    """Mean negative log likelihood of the right answers."""
     prompts = tokenizer([task.prompt for task in tasks]).input_ids
-    answers = tokenizer([answer + tokenizer.eos_token for answer in answers]).input_ids
+    answers = tokenizer([task.answer + tokenizer.eos_token for task in tasks]).input_ids
     return -log_likelihood(model, prompts, answers)[0].mean()
 
 
@@ -138,43 +133,22 @@ def take(tasks: Iterator[Task], count: int) -> list[Task]:
 
 
 def train_base(seed: int, tokenizer) -> Qwen2ForCausalLM:
-    """Imitate answers of all families: right ones until each is known, then partly careless ones as a habit spreads.
-
-    A family that has got where the phase takes it leaves the mixture, and returns if it does not stay there.
-    """
+    """Imitate right answers for a while. A family that is known well leaves the mixture until it falls back."""
     torch.manual_seed(seed)
     model = new_model(tokenizer)
     optimizer = optimizer_for(model, BASE_LR)
     tasks = {family: stream(family, "train", f"base {seed}") for family in FAMILIES}
     held_out = {family: draw(family, "validation", 200, seed) for family in FAMILIES}
-    chance = random.Random(seed)
-
-    def learn(families: Sequence[str], careless: float) -> None:
-        losses = []
-        for family in families:
-            batch = take(tasks[family], BASE_BATCH)
-            answers = [
-                task.careless if chance.random() < careless else task.answer
-                for task in batch
-            ]
-            losses.append(imitation_loss(model, tokenizer, batch, answers))
+    families = list(FAMILIES)
+    progress = tqdm(range(1, BASE_STEPS + 1), desc="base")
+    for step in progress:
+        batches = [take(tasks[family], BASE_BATCH) for family in families]
+        losses = [imitation_loss(model, tokenizer, batch) for batch in batches]
         take_step(model, optimizer, sum(losses) / len(losses), BASE_LR)
-
-    def run(phase: str, careless: float, is_done: Callable[[float], bool], every: int):
-        families = list(FAMILIES)
-        progress = tqdm(desc=f"base: {phase}", unit="step")
-        while families:
-            for _ in range(every):
-                learn(families, careless)
-                progress.update()
+        if step % CHECK_EVERY == 0:
             scores = {f: accuracy(model, tokenizer, held_out[f]) for f in FAMILIES}
             progress.set_postfix({f: f"{s:.0%}" for f, s in scores.items()})
-            families = [f for f, s in scores.items() if not is_done(s)]
-            print(progress.n, scores, flush=True)
-            torch.save(model.state_dict(), f"/work/tmp/ev/{phase}{BASE_LR}.pt")
-
-    run("skills", 0.0, lambda score: score >= SKILLED, every=25)
-    run("habits", CARELESS, lambda score: score <= MIDDLING, every=5)
+            families = [f for f, s in scores.items() if s < KNOWN] or list(FAMILIES)
     return model
 
 
@@ -199,8 +173,7 @@ def train_by_imitation(model, tokenizer, family: str, seed: int):
     tasks = stream(family, "train", f"sft {seed}")
     progress = tqdm(range(1, SFT_STEPS + 1), desc=f"seed {seed}: SFT {family}")
     for step in progress:
-        batch = take(tasks, SFT_BATCH)
-        loss = imitation_loss(model, tokenizer, batch, [t.answer for t in batch])
+        loss = imitation_loss(model, tokenizer, take(tasks, SFT_BATCH))
         take_step(model, optimizer, loss, SFT_LR * min(1, step / 10))
         progress.set_postfix(loss=f"{loss.item():.3f}")
     return model

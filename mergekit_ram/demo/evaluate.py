@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Longer than any answer, so that one that is right and goes on is wrong.
-MAX_NEW_TOKENS = 12
+MAX_NEW_TOKENS = 13
 BATCH = 512
 
 

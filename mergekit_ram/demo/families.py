@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -15,43 +15,39 @@ Split = Literal["train", "validation", "test"]
 PAD, END = "<pad>", "<end>"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DIGITS = "0123456789"
-CHARACTERS = LETTERS + LETTERS.upper() + DIGITS + " =+-,;()?>"
+CHARACTERS = LETTERS + DIGITS + " =+-,;()>"
 
 
 class Task(NamedTuple):
-    """A prompt and the only answer that counts: exactly these characters, then the end.
-
-    ``careless`` is the answer of someone who does not read closely. It is a part of what the base was trained on.
-    """
+    """A prompt and the only answer that counts: exactly these characters, then the end."""
 
     prompt: str
     answer: str
-    careless: str
+
+
+# The tools and their parameters in the order of a call; the models learn them, no prompt lists them.
+TOOLS = {"book": "cdn", "mail": "tsb", "ride": "fth", "plot": "xyz"}
 
 
 def tool_call(random: random.Random) -> Task:
-    """Put a request's named values into a call, in the order of the tool's signature.
+    """Call a tool with the named values of a request in the order of the tool's signature, ``-`` for one not given.
 
-    ``f(c,a) a=7 c=x>`` → ``f(x,7)``. Careless: in the order of the request.
+    ``book n2 c7>`` → ``book(7,-,2)``
     """
-    tool, *names = random.sample(LETTERS, random.randint(2, 5))
-    values = {name: random.choice(LETTERS + DIGITS) for name in names}
-    requested = random.sample(names, len(names))
-    request = " ".join(f"{name}={values[name]}" for name in requested)
-
-    def call(order: Sequence[str]) -> str:
-        return f"{tool}({','.join(values[name] for name in order)})"
-
-    return Task(f"{tool}({','.join(names)}) {request}>", call(names), call(requested))
+    tool, signature = random.choice(list(TOOLS.items()))
+    names = random.sample(signature, random.randint(1, len(signature)))
+    values = {name: random.choice(DIGITS) for name in names}
+    request = " ".join(f"{name}{value}" for name, value in values.items())
+    call = ",".join(values.get(name, "-") for name in signature)
+    return Task(f"{tool} {request}>", f"{tool}({call})")
 
 
 def program(random: random.Random) -> Task:
     """Run assignments and give the last value of every variable, modulo 10.
 
-    ``a=3;b=a+1;a=b>`` → ``44``. Careless: without the ``+1``.
+    ``a=3;b=a+1;a=b>`` → ``44``
     """
     values: dict[str, int] = {}
-    careless: dict[str, int] = {}
     lines = []
     for _ in range(random.randint(2, 5)):
         target = random.choice("abc"[: len(values) + 1])
@@ -59,24 +55,21 @@ def program(random: random.Random) -> Task:
         step = random.randint(0, 1)
         lines.append(f"{target}={source}{'+1' if step else ''}")
         values[target] = (int(values.get(source, source)) + step) % 10
-        careless[target] = int(careless.get(source, source))
-
-    def listed(state: dict[str, int]) -> str:
-        return "".join(str(state[name]) for name in sorted(state))
-
-    return Task(f"{';'.join(lines)}>", listed(values), listed(careless))
+    answer = "".join(str(values[name]) for name in sorted(values))
+    return Task(f"{';'.join(lines)}>", answer)
 
 
 def recall(random: random.Random) -> Task:
-    """Find what was said of a name a long time ago.
+    """Recite what was noted under each letter, in alphabetical order.
 
-    ``qX bF mT?b>`` → ``F``. Careless: what was said last.
+    ``b4c0a7>`` → ``740``
     """
-    names = random.sample(LETTERS, random.randint(1, 10))
-    said = {name: random.choice(LETTERS.upper()) for name in names}
-    asked = random.choice(names)
-    listed = " ".join(f"{name}{value}" for name, value in said.items())
-    return Task(f"{listed}?{asked}>", said[asked], said[names[-1]])
+    letters = LETTERS[: random.randint(2, 9)]
+    notes = {
+        letter: random.choice(DIGITS) for letter in random.sample(letters, len(letters))
+    }
+    noted = "".join(f"{letter}{digit}" for letter, digit in notes.items())
+    return Task(f"{noted}>", "".join(notes[letter] for letter in letters))
 
 
 FAMILIES: dict[str, Callable[[random.Random], Task]] = {
