@@ -132,11 +132,10 @@ def measure_seed(seed: int) -> dict:
         kind: merge_and_score(agents, kind, "ram", {}, "test", seed)
         for kind in TRAININGS
     }
-    models["ram of the SFT agents"] = merges["sft"]
     return {
         "seed": seed,
         "overlap": {kind: merges[kind].pop("overlap") for kind in TRAININGS},
-        "models": models,
+        "models": models | {f"ram of {kind}": merges[kind] for kind in TRAININGS},
         "methods": {method: measure_method(agents, method, seed) for method in TRIES},
     }
 

@@ -12,11 +12,19 @@ from matplotlib.figure import Figure
 from mergekit_ram.demo.families import FAMILIES
 
 COLUMNS = (*FAMILIES, "mean")
+KINDS = {
+    "rl": "RL",
+    "sft": "SFT",
+    "sft_slow": "SFT at RL's learning rate",
+}
 MODELS = {
     "base": "base",
-    **{f"rl_{family}": f"RL agent: {family}" for family in FAMILIES},
-    **{f"sft_{family}": f"SFT agent: {family}" for family in FAMILIES},
-    "ram of the SFT agents": "`ram` of the SFT agents",
+    **{
+        f"{kind}_{family}": f"{KINDS[kind]}: {family}"
+        for kind in KINDS
+        for family in FAMILIES
+    },
+    **{f"ram of {kind}": f"`ram` of the three {KINDS[kind]} agents" for kind in KINDS},
 }
 
 
@@ -67,7 +75,7 @@ def summarise(results: Sequence[dict]) -> dict:
             | {"settings": [r["methods"][method]["tuned"]["setting"] for r in results]}
             for method in methods
         },
-        "overlap": {kind: spread_overlap(results, kind) for kind in ("rl", "sft")},
+        "overlap": {kind: spread_overlap(results, kind) for kind in KINDS},
     }
 
 
@@ -88,7 +96,6 @@ def score_table(scores: dict[str, dict], head: str) -> str:
 def to_markdown(summary: dict) -> str:
     models, methods = summary["models"], summary["methods"]
     overlap = summary["overlap"]
-    kinds = {"rl": "RL", "sft": "SFT"}
     settings = [
         [method, *(setting_text(setting) for setting in found["settings"])]
         for method, found in methods.items()
@@ -117,7 +124,7 @@ def to_markdown(summary: dict) -> str:
                 ],  # fmt: skip
                 [
                     [
-                        kinds[kind],
+                        KINDS[kind],
                         *(
                             percent(found[name])
                             for name in ("changed", "unique", "jaccard", "conflicts")
@@ -175,16 +182,17 @@ def plot_overlap(summary: dict, path: Path) -> None:
         "jaccard": "Jaccard index\nof two agents",
         "conflicts": "shared, of\nopposite sign",
     }
-    for offset, kind, color in ((-0.2, "rl", "#3182bd"), (0.2, "sft", "#e6550d")):
+    colors = ("#3182bd", "#e6550d", "#fdae6b")
+    for offset, kind, color in zip((-0.25, 0, 0.25), KINDS, colors):
         found = [summary["overlap"][kind][name] for name in names]
         axes.bar(
             [place + offset for place in range(len(names))],
             [100 * value["mean"] for value in found],
-            0.4,
+            0.25,
             yerr=[100 * value["std"] for value in found],
             color=color,
             capsize=2,
-            label=kind.upper(),
+            label=KINDS[kind],
         )
     axes.set_xticks(range(len(names)), names.values())
     axes.set_ylabel("%")
