@@ -8,6 +8,7 @@ seed; on one machine the same seed gives the same weights.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import time
