@@ -87,9 +87,12 @@ def demo(directory: str | None, json_file: str | None) -> None:
 
     console = Console()
     with console.status("importing mergekit") as status:
+        import transformers
+
         from mergekit_ram.demo import run_demo
         from mergekit_ram.demo.table import print_result
 
+        transformers.utils.logging.disable_progress_bar()
         target = Path(directory or tempfile.mkdtemp(prefix="mergekit-ram-demo-"))
         result = run_demo(target, progress=status.update)
     print_result(result, console)

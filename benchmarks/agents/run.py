@@ -17,6 +17,7 @@ from pathlib import Path
 
 import click
 import torch
+import transformers
 from table import write_results
 from tqdm import tqdm
 from train import RUNS, TRAININGS, train_agents, train_base_once
@@ -122,6 +123,7 @@ def measure_method(agents: Path, method: str, seed: int) -> dict:
 def measure_seed(seed: int) -> dict:
     """Scores of one seed's models and merges on tasks that no training saw, and how its agents overlap."""
     torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
     agents = train_agents(seed)
     models = {"base": measure(BASE, "test", seed)}
     for kind in TRAININGS:

@@ -19,7 +19,7 @@ import click
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from mergekit_ram.demo import CHECKPOINTS
 from mergekit_ram.demo.evaluate import accuracy, generate, is_right
@@ -40,7 +40,7 @@ SFT_STEPS, SFT_BATCH, SFT_LR = 70, 32, 5e-4
 CLIP_NORM = 1.0
 
 
-def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def new_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     hidden_size = 96
     return Qwen2ForCausalLM(
         Qwen2Config(

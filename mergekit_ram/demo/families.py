@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import Qwen2Tokenizer
 
 Split = Literal["train", "validation", "test"]
 
@@ -104,14 +104,18 @@ def draw(family: str, split: Split, count: int, seed: int | str = 0) -> list[Tas
     return list(found.values())
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def character_tokenizer() -> Qwen2Tokenizer:
+    """One token a character: Qwen2's byte-pair encoding without any pair, so that AutoTokenizer loads it as it is."""
+    from transformers import Qwen2Tokenizer
 
-    vocabulary = {token: i for i, token in enumerate([PAD, END, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, padding_side="left"
+    # Byte-level encodings write a space so.
+    characters = CHARACTERS.replace(" ", "Ġ")
+    vocabulary = {token: i for i, token in enumerate([PAD, END, *characters])}
+    return Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=[],
+        unk_token=END,
+        eos_token=END,
+        pad_token=PAD,
+        padding_side="left",
     )
