@@ -93,6 +93,7 @@ def demo(directory: str | None, json_file: str | None) -> None:
         from mergekit_ram.demo.table import print_result
 
         transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
         target = Path(directory or tempfile.mkdtemp(prefix="mergekit-ram-demo-"))
         result = run_demo(target, progress=status.update)
     print_result(result, console)
