@@ -30,16 +30,19 @@ from mergekit_ram.report import FILE_NAME
 BASE = RUNS / "base"
 RESULTS = Path(__file__).parent / "results"
 # Tasks of each family.
-COUNTS = {"test": 250, "validation": 100}
+COUNTS = {"test": 200, "validation": 100}
 
-# What is tuned, four tries a method. Weights, of ``linear`` only, are those of the agents in FAMILIES' order.
+# What is tuned, four tries a method: the scale of the merged task vector where a method averages, the scale or the
+# density where it sums, the weights of the agents in FAMILIES' order for ``linear``.
+SCALES = (1.0, 1.5, 2.0, 3.0)
+DENSITIES = (0.25, 0.5, 0.75, 1.0)
 TRIES: dict[str, list[dict]] = {
-    "ram": [{"lambda": scale} for scale in (0.7, 1.0, 1.3, 1.6)],
-    "ramplus": [{"r": r} for r in (0.5, 1.0, 2.0, 4.0)],
-    "ramplus_tl": [{"r": r} for r in (0.5, 1.0, 2.0, 4.0)],
-    "ties": [{"density": density} for density in (0.25, 0.5, 0.75, 1.0)],
-    "dare_ties": [{"density": density} for density in (0.25, 0.5, 0.75, 1.0)],
-    "dare_linear": [{"density": density} for density in (0.25, 0.5, 0.75, 1.0)],
+    "ram": [{"lambda": scale} for scale in SCALES],
+    "ramplus": [{"r": 1.0, "lambda": scale} for scale in SCALES],
+    "ramplus_tl": [{"r": 1.0, "lambda": scale} for scale in SCALES],
+    "ties": [{"lambda": scale} for scale in SCALES],
+    "dare_ties": [{"density": density} for density in DENSITIES],
+    "dare_linear": [{"density": density} for density in DENSITIES],
     "task_arithmetic": [{"lambda": scale} for scale in (0.4, 0.7, 1.0, 1.3)],
     "linear": [
         {"weights": weights} for weights in ([1, 1, 1], [2, 1, 1], [1, 2, 1], [1, 1, 2])

@@ -128,7 +128,7 @@ def write_plots(result: DemoResult, directory: Path) -> list[Path]:
     axes.set_xticks(range(len(names)), names, rotation=35, fontsize=8)
     axes.set_ylabel("tasks answered exactly (%)")
     axes.set_ylim(0, 100)
-    axes.legend(ncols=4, fontsize=8, loc="upper center")
+    figure.legend(ncols=4, fontsize=8, loc="outside upper center")
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "scores.png"
     figure.savefig(path, dpi=150)
