@@ -257,3 +257,43 @@ def give_out(
 
         for path in write_plots(found, plots_path):
             click.echo(f"wrote {path}", err=True)
+
+
+@main.command()
+@click.option(
+    "--out",
+    "directory",
+    type=click.Path(file_okay=False),
+    help="Where to write models and recipes. [default: a new temporary directory]",
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, writable=True),
+    help="Write the scores to this file.",
+)
+def demo(directory: str | None, json_file: str | None) -> None:
+    """Merge three agents that come with mergekit-ram, and score every merge.
+
+    The agents were trained by reinforcement learning from one small base, each on another family of tasks. Needs no
+    network and takes about a minute.
+    """
+    import tempfile
+    from pathlib import Path
+
+    from rich.console import Console
+
+    console = Console()
+    with console.status("importing mergekit") as status:
+        import transformers
+
+        from mergekit_ram.demo import run_demo
+        from mergekit_ram.demo.table import print_result
+
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
+        target = Path(directory or tempfile.mkdtemp(prefix="mergekit-ram-demo-"))
+        result = run_demo(target, progress=status.update)
+    print_result(result, console)
+    if json_file:
+        Path(json_file).write_text(result.to_json() + "\n", encoding="utf-8")
