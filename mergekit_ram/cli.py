@@ -285,11 +285,14 @@ def demo(directory: str | None, json_file: str | None) -> None:
 
     console = Console()
     with console.status("importing mergekit") as status:
+        import torch
         import transformers
 
         from mergekit_ram.demo import run_demo
         from mergekit_ram.demo.table import print_result
 
+        # Models this small run best on one thread.
+        torch.set_num_threads(1)
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()
         target = Path(directory or tempfile.mkdtemp(prefix="mergekit-ram-demo-"))

@@ -169,7 +169,7 @@ def plot_scores(summary: dict, path: Path) -> None:
         axes.axhline(100 * value, color="black", linestyle=style, lw=1, label=name)
     axes.set_xticks(range(len(methods)), methods, rotation=25, ha="right")
     axes.set_ylabel("mean over families (%)")
-    axes.legend(fontsize=8, ncols=2, loc="lower left")
+    figure.legend(fontsize=8, ncols=4, loc="outside upper center")
     figure.savefig(path, dpi=150)
 
 
@@ -196,7 +196,7 @@ def plot_overlap(summary: dict, path: Path) -> None:
         )
     axes.set_xticks(range(len(names)), names.values())
     axes.set_ylabel("%")
-    axes.legend()
+    figure.legend(fontsize=8, ncols=3, loc="outside upper center")
     figure.savefig(path, dpi=150)
 
 
