@@ -238,6 +238,8 @@ def module_without(name: str) -> SimpleNamespace:
         "run_merge": lambda merge_config, out_path, options: None,
         "plan_flat_merge": lambda config, options: None,
         "construct_param_dicts": lambda config, tensor_name: None,
+        "main": SimpleNamespace(callback=lambda config_path, out_path: None),
+        "make_tasks": lambda merge_configs, merge_options, intermediate_dir, lazy: None,
         "METHOD_PARAM_MAPS": {},
         "registry": SimpleNamespace(_METHODS={}),
     }
@@ -262,6 +264,8 @@ def module_without(name: str) -> SimpleNamespace:
         ("extend_merge", "run_merge"),
         ("extend_raw_pytorch", "plan_flat_merge"),
         ("extend_raw_pytorch", "construct_param_dicts"),
+        ("extend_raw_pytorch", "main"),
+        ("extend_multimerge", "make_tasks"),
         ("extend_genome", "METHOD_PARAM_MAPS"),
     ],
 )

@@ -387,7 +387,7 @@ def test_tensor_union_and_intersection_are_taken_as_mergekit_pytorch_takes_them(
     recipe = raw_recipe(tmp_path, base, agents, "ram")
     result = run("inspect", recipe, tmp_path)
     assert result.exit_code == 1
-    assert "Missing tensors" in result.output
+    assert "1 tensor missing: model.norm.weight" in result.output
     found = inspect(recipe, tmp_path, "--tensor-union")
     check_counts(found, expect(base, agents))
     found = inspect(recipe, tmp_path, "--tensor-intersection")
@@ -478,7 +478,8 @@ def test_unchanged_agent_is_named(models, tmp_path):
     agents = [models.agents[0], models.base]
     made = save_models(tmp_path / "made", models.config, models.base, agents)
     text = words(run("inspect", made.recipe("ram"), tmp_path).output)
-    assert re.search(r"agent1 does not differ from the base", text)
+    # A long path may be broken anywhere.
+    assert "agent1doesnotdifferfromthebase" in text.replace(" ", "")
 
 
 def test_model_card_section_is_all_that_is_printed(models, tmp_path):
