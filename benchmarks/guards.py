@@ -8,6 +8,7 @@ the machine disturbs less than it does the clock.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
 import time
@@ -18,25 +19,34 @@ import torch
 
 from mergekit_ram import kernel
 
-WATCHING = "self.watched += "
+
+class _Unwatched(ast.NodeTransformer):
+    """Takes out what is added to ``self.watched``, but keeps a block's whole computation if that returns it."""
+
+    found = 0
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        if ast.unparse(node.target) != "self.watched":
+            return node
+        self.found += 1
+        sums = (
+            isinstance(node.value.func, ast.Attribute) and node.value.func.attr == "sum"
+        )
+        kept = ast.Pass() if sums else ast.Expr(node.value)
+        return ast.copy_location(kept, node)
 
 
 def without_guards():
     """The kernel's module from its source without what only watches for NaN and infinity."""
     path = Path(kernel.__file__)
-    lines = path.read_text().splitlines()
-    unwatched = [
-        line.replace(line.strip(), "pass")
-        if line.strip().startswith(WATCHING)
-        else line
-        for line in lines
-    ]
-    assert unwatched != lines
+    unwatched = _Unwatched()
+    tree = ast.fix_missing_locations(unwatched.visit(ast.parse(path.read_text())))
+    assert unwatched.found
     module = importlib.util.module_from_spec(
         importlib.util.spec_from_loader("unguarded_kernel", loader=None)
     )
     sys.modules[module.__name__] = module
-    exec(compile("\n".join(unwatched), str(path), "exec"), vars(module))
+    exec(compile(tree, str(path), "exec"), vars(module))
     return module
 
 
