@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -78,6 +80,15 @@ class Sizes:
 
 
 DEFAULT = Sizes()
+
+
+directory_option = click.option(
+    "--directory",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path(tempfile.gettempdir()) / "mergekit-ram-benchmark",
+    show_default=True,
+    help="Where the checkpoints are made once and kept.",
+)
 
 
 def make(directory: Path, agents: int, sizes: Sizes = DEFAULT) -> None:

@@ -8,7 +8,6 @@ All passes run in one process, in turn, over checkpoints that are in the page ca
 from __future__ import annotations
 
 import functools
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -89,13 +88,7 @@ def comparison_table(seconds: dict[str, float]) -> Table:
 
 
 @click.command()
-@click.option(
-    "--directory",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path(tempfile.gettempdir()) / "mergekit-ram-benchmark",
-    show_default=True,
-    help="Where the checkpoints are made once and kept.",
-)
+@checkpoints.directory_option
 @click.option(
     "--methods",
     default=",".join(METHODS),

@@ -163,13 +163,7 @@ def beyond_import(name: str, best: Mapping[str, Run]) -> float:
 
 
 @click.command()
-@click.option(
-    "--directory",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path(tempfile.gettempdir()) / "mergekit-ram-benchmark",
-    show_default=True,
-    help="Where the checkpoints are made once and kept.",
-)
+@checkpoints.directory_option
 @click.option(
     "--recipe",
     "recipes",

@@ -28,6 +28,7 @@ from test_recipes import (
     merge,
     merge_raw,
     raw_recipe,
+    slice_recipe,
     state_dicts,
 )
 
@@ -297,19 +298,7 @@ def test_what_would_be_saved_is_measured(dtype, out_dtype, models, tmp_path):
 def test_slices_are_compared_over_what_they_merge(models, tmp_path):
     places = [((0, 1), (0, 1)), ((1, 3), (1, 2))]
     recipe = models.recipe("ramplus")
-    del recipe["models"]
-    recipe["slices"] = [
-        {
-            "sources": [
-                {"model": path, "layer_range": list(layers)}
-                for path in (
-                    models.base_path,
-                    *(models.agent_paths[i] for i in members),
-                )
-            ]
-        }
-        for layers, members in places
-    ]
+    slice_recipe(recipe, models, places)
     found = compare(recipe, tmp_path, "--methods", "ram,linear,task_arithmetic")
     members = {None: (0, 1), 0: (0, 1), 1: (1, 2), 2: (1, 2)}
 

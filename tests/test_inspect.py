@@ -28,6 +28,7 @@ from test_recipes import (
     layer_of,
     raw_recipe,
     save_models,
+    slice_recipe,
     state_dicts,
     write_recipe,
 )
@@ -261,19 +262,7 @@ def test_exact_option_measures_all_of_a_large_tensor(tmp_path):
 def test_slices_count_each_agent_where_it_is_merged(models, tmp_path):
     places = [((0, 1), (0, 1)), ((1, 3), (1, 2))]
     recipe = models.recipe("ties", parameters={"weight": 1.0})
-    del recipe["models"]
-    recipe["slices"] = [
-        {
-            "sources": [
-                {"model": path, "layer_range": list(layers)}
-                for path in (
-                    models.base_path,
-                    *(models.agent_paths[i] for i in members),
-                )
-            ]
-        }
-        for layers, members in places
-    ]
+    slice_recipe(recipe, models, places)
     # Before the layers the first slice counts, after them the last one.
     members = {None: (0, 1), 0: (0, 1), 1: (1, 2), 2: (1, 2)}
 

@@ -295,6 +295,23 @@ def invoke_refused(command, *arguments) -> str:
     return result.output
 
 
+def slice_recipe(recipe: dict, models: Models, places: Sequence[tuple]) -> None:
+    """Have a recipe take slices: for each, the layers ``[first, last + 1]`` of the base and of some agents."""
+    del recipe["models"]
+    recipe["slices"] = [
+        {
+            "sources": [
+                {"model": path, "layer_range": list(layers)}
+                for path in (
+                    models.base_path,
+                    *(models.agent_paths[i] for i in members),
+                )
+            ]
+        }
+        for layers, members in places
+    ]
+
+
 def write_recipe(recipe: Mapping | str, directory: Path) -> Path:
     file = directory / "recipe.yml"
     file.write_text(recipe if isinstance(recipe, str) else yaml.safe_dump(recipe))
