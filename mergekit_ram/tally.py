@@ -6,8 +6,6 @@ patterns holds every count of ``overlap.OverlapCounts``, and takes one pass what
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from mergekit_ram.overlap import OverlapCounts
@@ -43,11 +41,12 @@ class Tally:
         exact = dtype if self.bins <= 1 << 24 else torch.float64
         self._patterns = torch.empty(elements, dtype=exact, device=device)
         self._signs = torch.empty(elements, dtype=dtype, device=device)
-        self._dense = (
-            torch.zeros(self.bins, dtype=torch.int64, device=device)
-            if self.bins <= _DENSE_BINS
-            else None
-        )
+        # Both None where the patterns are too many.
+        self._single = self._folded = None
+        if self.bins <= _DENSE_BINS:
+            shape = (self.bins,) * _folds(self.bins, elements)
+            self._single = torch.zeros(self.bins, dtype=torch.int64, device=device)
+            self._folded = torch.zeros(shape, dtype=torch.int64, device=device)
         self._sparse = OverlapCounts.zero(agents)
         self._block = self._patterns
 
@@ -55,9 +54,15 @@ class Tally:
         """Start a block of so many elements, unchanged by every agent."""
         self._block = self._patterns[:elements].fill_((self.bins - 1) // 2)
 
-    def patterns(self, elements: int) -> torch.Tensor:
-        """Start a block whose patterns the caller fills in, instead of adding agents."""
-        self._block = self._patterns[:elements]
+    def patterns(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Start a block whose patterns the caller fills in, instead of adding agents.
+
+        Args:
+            dtype: what the caller would like to fill in; it gets that if it holds every pattern exactly.
+        """
+        exact = self.bins <= 2 / torch.finfo(dtype).eps
+        patterns = self._patterns.view(dtype) if exact else self._patterns
+        self._block = patterns[:elements]
         return self._block
 
     def add(self, agent: int, delta: torch.Tensor) -> None:
@@ -67,37 +72,46 @@ class Tally:
 
     def end(self) -> None:
         """Count the block."""
-        if self._dense is not None:
-            self._dense += _histogram(self._block, self.bins)
+        if self._folded is not None:
+            self._count_dense(self._block)
         else:
             patterns, times = self._block.to(torch.int64).unique(return_counts=True)
             self._sparse += _decode(patterns, times, self.agents)
 
+    def _count_dense(self, values: torch.Tensor) -> None:
+        """Count the values of a block in the tables.
+
+        Counting is one dependent memory access a value. Folding the block in two or three, so that one access
+        counts two or three values, saves as much while the table stays in cache.
+        """
+        folds = self._folded.dim()
+        length = values.numel() // folds
+        code, *others = values[: length * folds].view(folds, length)
+        code = code.to(self._patterns.dtype)
+        for other in others:
+            code = torch.add(other, code, alpha=self.bins)
+        narrow = torch.int16 if self._folded.numel() <= 1 << 15 else torch.int32
+        counted = torch.bincount(code.to(narrow), minlength=self._folded.numel())
+        self._folded += counted.view(self._folded.shape)
+        rest = values[length * folds :]
+        if rest.numel():
+            self._single += torch.bincount(rest.to(narrow), minlength=self.bins)
+
     def counts(self) -> OverlapCounts:
         """Counts of all blocks ended so far."""
-        if self._dense is None:
+        if self._folded is None:
             return self._sparse
-        (patterns,) = torch.nonzero(self._dense, as_tuple=True)
-        return _decode(patterns, self._dense[patterns], self.agents)
+        times = self._single.clone()
+        for axis in range(self._folded.dim()):
+            times += self._folded.movedim(axis, 0).reshape(self.bins, -1).sum(1)
+        (patterns,) = torch.nonzero(times, as_tuple=True)
+        return _decode(patterns, times[patterns], self.agents)
 
 
-def _histogram(values: torch.Tensor, bins: int) -> torch.Tensor:
-    """Occurrences of the whole numbers 0 … bins − 1 in a float vector.
-
-    Counting is one dependent memory access a value. Folding the vector in two, so that one access counts two
-    values, halves that while the squared number of bins stays in cache.
-    """
-    folded = bins
-    while folded > 1 and folded**2 <= _DENSE_BINS and values.numel() % 2 == 0:
-        first, second = values.chunk(2)
-        values = torch.add(second, first, alpha=folded)
-        folded **= 2
-    histogram = torch.bincount(values.to(torch.int32), minlength=folded)
-    while folded > bins:
-        folded = math.isqrt(folded)
-        square = histogram.view(folded, folded)
-        histogram = square.sum(0) + square.sum(1)
-    return histogram
+def _folds(bins: int, elements: int) -> int:
+    """In how many a block is folded: its table is much smaller than the block and stays in cache."""
+    most = min(_DENSE_BINS, elements // 8)
+    return max(folds for folds in (1, 2, 3) if folds == 1 or bins**folds <= most)
 
 
 def _decode(patterns: torch.Tensor, times: torch.Tensor, agents: int) -> OverlapCounts:
