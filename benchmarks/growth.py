@@ -9,6 +9,8 @@ and removed. Needs matplotlib for the plots.
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import sys
 import tempfile
 import time
@@ -31,6 +33,16 @@ from rounds import (
 )
 
 AXES = ("elements", "agents", "tensors")
+OURS = ("ram", "ramplus")
+METHODS = (
+    *OURS,
+    "built-in ram",
+    "built-in ramplus_tl",
+    "ties",
+    "dare_ties",
+    "task_arithmetic",
+)
+_BUILT_IN = "built-in "
 _GB = 1e9
 
 
@@ -67,13 +79,16 @@ def cases(axis: str) -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Point:
-    """A measured merge. ``seconds`` are beyond mergekit's import, ``plan_seconds`` among them."""
+    """A measured merge.
+
+    ``seconds`` are beyond mergekit's import; ``plan_seconds``, among them, are known where the tensors grow.
+    """
 
     axis: str
     x: int
     method: str
     seconds: float
-    plan_seconds: float
+    plan_seconds: float | None
     peak_bytes: int
     peak_anonymous_bytes: int
 
@@ -95,33 +110,41 @@ class Fit:
 def measure(
     case: Case, methods: Sequence[str], directory: Path, import_seconds: float
 ) -> Iterator[Point]:
+    """Merge by every method."""
     with tempfile.TemporaryDirectory(dir=directory) as place:
         models, config = Path(place) / "models", Path(place) / "recipe.yml"
         in_new_process(checkpoints.make, models, case.agents, case.sizes)
         for method in methods:
             config.write_text(yaml.safe_dump(recipe(method, models, case.agents)))
             click.echo(f"{case.axis} {case.x:,}: {method} …", err=True)
-            plan_seconds = in_new_process(plan, config)
-            run = _merge(config, Path(place) / method)
+            disabled = method.startswith(_BUILT_IN)
+            planning = case.axis == "tensors"
+            plan_seconds = in_new_process(plan, config, disabled) if planning else None
+            run = _merge(config, Path(place) / "merged", disabled)
             seconds = run.seconds - import_seconds
-            click.echo(f"  {seconds:.1f} s, plan {plan_seconds:.1f} s", err=True)
+            click.echo(f"  {seconds:.1f} s", err=True)
             yield Point(case.axis, case.x, method, seconds, plan_seconds, *run[1:])
 
 
 def recipe(method: str, models: Path, agents: int) -> dict:
+    parameters = {} if method.startswith(_BUILT_IN) else {"weight": 1.0}
+    if "ties" in method:
+        parameters["density"] = 0.5
     return {
-        "merge_method": method,
+        "merge_method": method.removeprefix(_BUILT_IN),
         "base_model": str(models / "base"),
         "models": [
-            {"model": str(models / f"agent-{i}"), "parameters": {"weight": 1.0}}
+            {"model": str(models / f"agent-{i}"), "parameters": parameters}
             for i in range(agents)
         ],
         "dtype": "bfloat16",
     }
 
 
-def plan(config: Path) -> float:
-    """Seconds to check and to plan a merge. For a process of its own."""
+def plan(config: Path, disabled: bool) -> float:
+    """Seconds to check and to plan a merge, without our plugin if disabled. For a process of its own."""
+    if disabled:
+        os.environ["MERGEKIT_RAM_DISABLE"] = "1"
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
     from mergekit.options import MergeOptions
@@ -146,10 +169,12 @@ def plan(config: Path) -> float:
     raise RuntimeError("nothing was planned")
 
 
-def _merge(config: Path, output: Path) -> Run:
+def _merge(config: Path, output: Path, disabled: bool) -> Run:
+    shutil.rmtree(output, ignore_errors=True)
     program = Path(sys.executable).with_name("mergekit-yaml")
     options = ("--no-copy-tokenizer", "--quiet", "--out-shard-size", "500M")
-    return run_process([program, config, output, *options])
+    variables = {"MERGEKIT_RAM_DISABLE": "1"} if disabled else {}
+    return run_process([program, config, output, *options], variables)
 
 
 def import_mergekit() -> Run:
@@ -184,7 +209,7 @@ def rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
             f"{p.x:,} {p.axis}",
             p.method,
             f"{p.seconds:.2f}",
-            f"{p.plan_seconds:.2f}",
+            "" if p.plan_seconds is None else f"{p.plan_seconds:.2f}",
             f"{p.peak_bytes / _GB:.2f}",
             f"{p.peak_anonymous_bytes / _GB:.2f}",
         )
@@ -218,9 +243,10 @@ def plot(points: Sequence[Point], path: Path) -> None:
             if its_axis != axis:
                 continue
             xs = [p.x for p in curve]
-            time_panel.plot(xs, [p.seconds for p in curve], "o-", label=method)
+            style = "o-" if method in OURS else "s--"
+            time_panel.plot(xs, [p.seconds for p in curve], style, label=method)
             memory = [p.peak_anonymous_bytes / _GB for p in curve]
-            memory_panel.plot(xs, memory, "o-", label=method)
+            memory_panel.plot(xs, memory, style, label=method)
         for panel in (time_panel, memory_panel):
             panel.set_xlim(left=0)
             panel.set_ylim(bottom=0)
@@ -246,10 +272,17 @@ def plot(points: Sequence[Point], path: Path) -> None:
 @click.option(
     "--method",
     "methods",
+    type=click.Choice(METHODS),
     multiple=True,
-    default=("ram", "ramplus"),
+    default=OURS,
     show_default=True,
-    help="Merge method; repeat for several. Those of mergekit that take weights will do.",
+    help="Merge method; repeat for several.",
+)
+@click.option("--all", "everything", is_flag=True, help="Merge by every method.")
+@click.option(
+    "--patience",
+    default=math.inf,
+    help="Seconds of a merge after which mergekit's method is left out of what is larger on the axis.",
 )
 @click.option("--most", type=int, help="Leave out what is larger on its axis.")
 @click.option(
@@ -264,17 +297,20 @@ def plot(points: Sequence[Point], path: Path) -> None:
     type=click.Path(file_okay=False, path_type=Path),
     help="Write growth.json, growth.md and growth.png here.",
 )
-def main(axes, methods, most, directory, out):
+def main(axes, methods, everything, patience, most, directory, out):
     """Measure how whole merges grow with elements, agents and tensors."""
     import_mergekit()  # into the page cache
     import_seconds = min(import_mergekit() for _ in range(2)).seconds
-    points = [
-        point
-        for axis in axes
-        for case in cases(axis)
-        if most is None or case.x <= most
-        for point in measure(case, methods, directory, import_seconds)
-    ]
+    points = []
+    for axis in axes:
+        patient = list(METHODS if everything else methods)
+        for case in cases(axis):
+            if most is None or case.x <= most:
+                found = list(measure(case, patient, directory, import_seconds))
+                points += found
+                patient = [
+                    p.method for p in found if p.method in OURS or p.seconds <= patience
+                ]
     fits = [fit(curve) for curve in curves(points).values() if len(curve) > 1]
     tables = [
         ("whole merges", COLUMNS, rows(points)),

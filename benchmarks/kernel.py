@@ -105,6 +105,19 @@ VARIANTS = {
     "ties": functools.partial(_merge, "ram", shared="ties"),
     "ties, density 0.1": functools.partial(_merge, "ram", shared="ties", density=0.1),
 }
+# What recipes select today.
+OTHERS = {
+    name: functools.partial(_merge, name, weight=1.0, **parameters)
+    for name, parameters in {
+        "ties": {"density": 0.5},
+        "dare_ties": {"density": 0.5},
+        "task_arithmetic": {},
+    }.items()
+}
+CONTENDERS = {
+    **VARIANTS,
+    **{f"mergekit's {name}": other for name, other in OTHERS.items()},
+}
 
 
 def built_in_bytes(contender: str, tensors: Sequence[torch.Tensor]) -> int:
@@ -138,7 +151,7 @@ def time_tensor(
 ) -> Timing:
     """Time every contender on the same tensors."""
     agents = len(tensors) - 1
-    contenders = RAM | (VARIANTS if agents == VARIANT_AGENTS else {})
+    contenders = RAM | (CONTENDERS if agents == VARIANT_AGENTS else {})
     skipped = {name: too_big(name, tensors) for name in contenders}
     warm_up = [tensor[:_WARM_UP_ELEMENTS] for tensor in tensors]
     runs = {}
@@ -237,6 +250,19 @@ def variants_table(timings: Sequence[Timing]) -> Table:
     return table
 
 
+def others_table(timings: Sequence[Timing]) -> Table:
+    table = _table(
+        f"mergekit's other methods, {VARIANT_AGENTS} agents, best seconds",
+        *("dtype", "elements", "method", "seconds", "it / our ram"),
+    )
+    for timing in timings:
+        for name in OTHERS:
+            seconds = _seconds(timing, f"mergekit's {name}")
+            ratio = _ratio(timing, f"mergekit's {name}", "ram")
+            table.add_row(timing.dtype, f"{timing.elements:,}", name, seconds, ratio)
+    return table
+
+
 def scratch_table(scratches: Sequence[Scratch]) -> Table:
     table = _table(
         f"ram, peak memory beyond inputs and output, {VARIANT_AGENTS} agents",
@@ -260,7 +286,7 @@ def scratch_table(scratches: Sequence[Scratch]) -> Table:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
-        text = column in ("dtype", "pass", "")
+        text = column in ("dtype", "pass", "method", "")
         table.add_column(column, justify="left" if text else "right", no_wrap=True)
     return table
 
@@ -288,7 +314,7 @@ def _power(text: str) -> int:
     "--elements",
     type=_power,
     multiple=True,
-    default=("2**10", "2**15", "2**20", "2**24"),
+    default=("2**10", "2**15", "2**20", "2**25"),
     show_default=True,
     help="Elements of a tensor; repeat for several.",
 )
@@ -350,6 +376,7 @@ def main(elements, agents, dtypes, repeats, patience, memory, report):
     variants = [timing for timing in timings if timing.agents == VARIANT_AGENTS]
     if variants:
         out.print(variants_table(variants))
+        out.print(others_table(variants))
     if scratches:
         out.print(scratch_table(scratches))
     if report:

@@ -21,6 +21,13 @@ from rounds import Rows, markdown
 BENCHMARKS = ("kernel", "whole_merge", "growth", "big_tensor")
 _LIMIT, _IMPORT = "read all, write one", "import mergekit"
 _GB = 1e9
+_OTHERS = (
+    "count",
+    "built-in ram",
+    "mergekit's ties",
+    "mergekit's dare_ties",
+    "mergekit's task_arithmetic",
+)
 
 
 def run(name: str, out: Path) -> None:
@@ -28,7 +35,7 @@ def run(name: str, out: Path) -> None:
     arguments = {
         "kernel": ["--json", out / "kernel.json"],
         "whole_merge": ["--all", "--json", out / "whole_merge.json"],
-        "growth": ["--out", out],
+        "growth": ["--all", "--patience", "12", "--out", out],
         "big_tensor": ["--out", out],
     }
     script = Path(__file__).with_name(f"{name}.py")
@@ -45,8 +52,7 @@ def kernel_rows(report: dict) -> Rows:
             f"{t['seconds']['copy']:.4f}",
             f"{t['seconds']['ram']:.4f}",
             f"{t['seconds']['ram'] / t['seconds']['copy']:.1f}",
-            _over(t["seconds"], "built-in ram", "ram"),
-            _over(t["seconds"], "count", "ram"),
+            *(_over(t["seconds"], name, "ram") for name in _OTHERS),
         )
         for t in report["timings"]
     ]
@@ -79,10 +85,9 @@ def sections(out: Path) -> Iterator[str]:
 
 
 def _kernel(report: dict) -> Iterator[str]:
-    columns = ("tensor", "", "copy s", "ram s", "ram / copy", "built-in / ram")
-    yield markdown(
-        "Merge of one tensor", (*columns, "count / ram"), kernel_rows(report)
-    )
+    columns = ("tensor", "", "copy s", "ram s", "ram / copy")
+    others = (f"{name} / ram" for name in _OTHERS)
+    yield markdown("Merge of one tensor", (*columns, *others), kernel_rows(report))
 
 
 def _whole_merge(report: dict) -> Iterator[str]:
