@@ -1,4 +1,4 @@
-"""The opt-in merge by torch.compile gives the bits of the kernel's own steps."""
+"""The opt-in merge by torch.compile gives what the kernel's own steps give."""
 
 from __future__ import annotations
 
@@ -70,6 +70,30 @@ def test_compiled_merges_and_counts_are_the_same_to_the_bit(dtypes, monkeypatch)
     with pytest.raises(kernel.NonFiniteError) as refused:
         kernel.merge_and_count(base, agents)
     assert refused.value.counts == (0, 0, 1, *(0,) * (len(agents) - 2))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtypes", [(BF16,) * 4, (F32,) * 3])
+def test_compiled_ramplus_is_the_same_to_float32_rounding(dtypes, monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    base = (torch.randn(5003, generator=generator) * 0.02).to(dtypes[0])
+    agents = [
+        kernel.Agent(agent.tensor, rescaling=1.01 + 0.1 * i)
+        for i, agent in enumerate(make_agents(base, dtypes[1:]))
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "enabled", lambda: False)
+        expected = kernel.merge(base, agents, out_dtype=F32)
+    monkeypatch.setattr(compiled, "enabled", lambda: True)
+    merged = kernel.merge(base, agents, out_dtype=F32)
+    torch.testing.assert_close(merged, expected, rtol=2**-22, atol=2**-29)
+    plain = kernel.merge(base, [kernel.Agent(a.tensor) for a in agents], out_dtype=F32)
+    assert (merged != plain).float().mean() > 0.2  # unique updates, all rescaled
+
+    base[-1] = float("inf")
+    with pytest.raises(kernel.NonFiniteError) as refused:
+        kernel.merge(base, agents)
+    assert refused.value.counts == (1, *(0,) * len(agents))
 
 
 @pytest.mark.parametrize("value", ["", "0"])

@@ -595,6 +595,23 @@ def test_infinities_that_cancel_are_refused():
         assert refusal.value.counts == (found, 2, 2)
 
 
+@pytest.mark.parametrize("call", [merge, merge_and_count, count])
+@pytest.mark.parametrize("shared", ["mean", "ties", "drop"])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("moved", [None, 0, 1])
+def test_a_base_that_is_not_finite_is_refused_where_agents_are_equal_to_it(
+    call, shared, value, moved
+):
+    base = torch.tensor([1.0, value, 2.0, 3.0], dtype=BF16)
+    agents = [Agent(base), Agent(base.clone())]
+    if moved is not None:
+        agents[moved] = Agent(base + torch.tensor([0.5, 0, 0, 0], dtype=BF16))
+    for block in (None, 2):
+        with pytest.raises(NonFiniteError) as refusal:
+            call(base, agents, Rule(shared=shared), block_elements=block)
+        assert refusal.value.counts == (1, 1, 1)
+
+
 def test_not_finite_results_can_be_asked_for():
     base, agent = torch.zeros(3), torch.tensor([torch.inf, 1.0, torch.nan])
     merged = merge(base, [Agent(agent)], Rule(finite=False))
