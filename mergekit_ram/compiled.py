@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -51,12 +52,18 @@ def take_block(
         patterns: takes the patterns of ``tally``, of any dtype that holds them.
         deltas: takes the sums of the deltas, not finite where an input is not.
     """
-    _compiled()(base, agents, numbers, exact_products, out, patterns, deltas)
+    given = (base, *agents, numbers, out, patterns, deltas)
+    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in given)
+    block = _compiled(dtypes, len(numbers) > 1, exact_products)
+    block(base, agents, numbers, exact_products, out, patterns, deltas)
 
 
 @functools.cache
-def _compiled() -> Callable[..., None]:
-    return torch.compile(_take_block, dynamic=True, fullgraph=True)
+def _compiled(*_kind: Hashable) -> Callable[..., None]:
+    """A function of its own for every kind of arguments: torch compiles one for a few kinds, then refuses."""
+    code = _take_block.__code__.replace()
+    own = types.FunctionType(code, globals())
+    return torch.compile(own, dynamic=True, fullgraph=True)
 
 
 def _take_block(base, agents, numbers, exact_products, out, patterns, deltas):

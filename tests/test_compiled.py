@@ -96,6 +96,16 @@ def test_compiled_ramplus_is_the_same_to_float32_rounding(dtypes, monkeypatch):
     assert refused.value.counts == (1, *(0,) * len(agents))
 
 
+@needs_compiler
+def test_any_number_of_kinds_of_merges_can_be_compiled(monkeypatch):
+    monkeypatch.setattr(compiled, "enabled", lambda: True)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    base = torch.arange(40.0)
+    for number in (1, 2, 3):
+        agents = [kernel.Agent(base + 0.5)] * number
+        assert torch.equal(kernel.merge(base, agents), base + 0.5)
+
+
 @pytest.mark.parametrize("value", ["", "0"])
 def test_compiling_has_to_be_asked_for(value, monkeypatch):
     monkeypatch.setenv("MERGEKIT_RAM_COMPILE", value)
