@@ -3,7 +3,7 @@
     python benchmarks/whole_merge.py --json whole_merge.json
 
 Every merge is a ``mergekit-yaml`` of its own. The checkpoints are made once, 3.4 GB of them; all of them stay in
-the page cache on a machine with 8 GB to spare.
+the page cache on a machine with 8 GB to spare, unless ``--cold`` takes them out.
 """
 
 from __future__ import annotations
@@ -84,14 +84,30 @@ DEFAULT_RECIPES = tuple(RECIPES)[:5]
 
 
 class Workplace:
-    """Where the checkpoints lie and the merges are written."""
+    """Where the checkpoints lie and the merges are written.
 
-    def __init__(self, directory: Path, outputs: Path, keep: Sequence[str]):
+    Args:
+        keep: names of the merges to keep.
+        options: more of ``mergekit-yaml``'s.
+        cold: read from the disk in every run.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        outputs: Path,
+        keep: Sequence[str],
+        options: Sequence[str] = (),
+        cold: bool = False,
+    ):
         self.directory = directory
         self.outputs = outputs
         self.keep = keep
+        self.options = options
+        self.cold = cold
 
     def limit(self) -> Run:
+        self._cool()
         output = self.outputs / "copy"
         read_write = checkpoints.read_all_write_one
         seconds = in_new_process(read_write, self.directory, AGENTS, output)
@@ -109,13 +125,17 @@ class Workplace:
         program = Path(sys.executable).with_name("mergekit-yaml")
         disabled = {"MERGEKIT_RAM_DISABLE": "1"} if recipe.built_in else {}
         click.echo(f"{name} …", err=True)
-        run = run_process(
-            [program, config, output, "--no-copy-tokenizer", "--quiet"], disabled
-        )
+        self._cool()
+        options = ("--no-copy-tokenizer", "--quiet", *self.options)
+        run = run_process([program, config, output, *options], disabled)
         click.echo(f"  {run.seconds:.1f} s, {run.peak_bytes / _GB:.1f} GB", err=True)
         if name not in self.keep:
             shutil.rmtree(output)
         return run
+
+    def _cool(self) -> None:
+        if self.cold:
+            checkpoints.evict(self.directory)
 
     def output(self, name: str) -> Path:
         return self.outputs / name.replace(" ", "-")
@@ -188,12 +208,21 @@ def beyond_import(name: str, best: Mapping[str, Run]) -> float:
     help="Seconds of runs after which a recipe gets no more.",
 )
 @click.option(
+    "--cold", is_flag=True, help="Take the checkpoints out of the page cache each time."
+)
+@click.option(
+    "--option",
+    "options",
+    multiple=True,
+    help="Another option for mergekit-yaml, as --option=--async-write; repeat for several.",
+)
+@click.option(
     "--json",
     "report",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     help="Write everything measured here.",
 )
-def main(directory, recipes, everything, repeats, patience, report):
+def main(directory, recipes, everything, repeats, patience, cold, options, report):
     """Time whole merges of three agents of 430 M parameters in bfloat16."""
     names = (
         list(RECIPES) if everything else [name for name in RECIPES if name in recipes]
@@ -205,7 +234,7 @@ def main(directory, recipes, everything, repeats, patience, report):
     kept = [name for name in names if f"built-in {name}" in names]
     kept += [f"built-in {name}" for name in kept]
     with tempfile.TemporaryDirectory(dir=directory) as outputs:
-        workplace = Workplace(directory, Path(outputs), kept)
+        workplace = Workplace(directory, Path(outputs), kept, options, cold)
         workplace.limit(), workplace.import_mergekit()  # into the page cache
         contenders = {_LIMIT: workplace.limit, _IMPORT: workplace.import_mergekit}
         contenders |= {n: functools.partial(workplace.merge, n) for n in names}

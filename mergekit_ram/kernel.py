@@ -191,9 +191,7 @@ class _Rows:
     base: torch.Tensor  # θ₀, finally the result
     total: torch.Tensor  # Σ wᵢ(θ₀ − θᵢ) over the agents that changed the element
     divisor: torch.Tensor  # Σ wᵢ over the same agents
-    unique: (
-        torch.Tensor
-    )  # Σ uᵢ(θ₀ − θᵢ), uᵢ the factor on agent i's unique updates; λᵢ − 1 if simple
+    unique: torch.Tensor  # Σ uᵢ(θ₀ − θᵢ), uᵢ what unique updates are scaled by
     changers: torch.Tensor  # how many agents changed the element
     mask: torch.Tensor  # 1 where the agent at hand changed the element
     deltas: torch.Tensor  # [agents or 1, block], θ₀ − θᵢ, zero where unchanged
@@ -262,6 +260,9 @@ class _Stream:
         self.compiled = (
             on_cpu and flat and self.simple and unweighted and compiled.enabled()
         )
+        # Comparing ends at the first difference, so it is nearly free where an agent moved. ``ties`` needs all.
+        alike = all(tensor.dtype == base.dtype for tensor in tensors)
+        self.skipping = on_cpu and alike and not self.ties
         budget = _CPU_SCRATCH_BYTES if on_cpu else _ACCELERATOR_SCRATCH_BYTES
         deltas = len(agents) if self.ties else 1
         fitting = budget // ((8 + deltas) * self.dtype.itemsize)
@@ -342,7 +343,7 @@ class _Stream:
     ) -> Iterator[tuple[int, torch.Tensor]]:
         """Each agent's place and negated task vector, zero where unchanged. Only ``ties`` keeps them all.
 
-        An agent that has the base's very weights here is left out, but for ``ties``.
+        An agent that has the base's very weights here may be left out.
 
         Args:
             first: row for the first one, which otherwise shares its row with the others.
@@ -350,9 +351,7 @@ class _Stream:
         block, untouched = self.base[index], True
         self._load(block, rows.base)
         for i, (agent, tensor) in enumerate(zip(self.agents, self.inputs)):
-            # Done at the first difference, so nearly free where the agent moved.
-            same = tensor.dtype == block.dtype and torch.equal(block, tensor[index])
-            if same and not self.ties:
+            if self.skipping and torch.equal(block, tensor[index]):
                 continue
             delta = rows.deltas[i if self.ties else 0]
             if untouched and first is not None:
@@ -386,7 +385,7 @@ class _Stream:
         row.view(block.shape).copy_(block)
 
     def _merge_simply(self, index: tuple, rows: _Rows) -> None:
-        """Turn the base row into the merged one: plain means, unique updates rescaled by λᵢ, nothing else."""
+        """Turn the base row into the merged one: plain means, unique updates scaled by λᵢ = 1 + (λᵢ − 1)."""
         started = False
         # The first delta is the sum so far: that saves an eighth of the time with three agents.
         for i, delta in self._deltas(index, rows, first=rows.total):

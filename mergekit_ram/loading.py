@@ -19,6 +19,8 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 _AHEAD_BYTES = 64 << 20
 # Linux reads no more than this of a longer advice, where not set to more.
 _ADVICE_BYTES = 128 << 10
+# What is in the page cache needs no advice, which would cost as much as reading it. Its first byte stands for so much.
+_PROBE_BYTES = 4 << 20
 # Advice waits for the disk once its queue is full.
 _READER = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
 
@@ -104,10 +106,22 @@ class _ReadAhead:
 
 def _advise(path: str, start: int, length: int) -> None:
     with open(path, "rb", buffering=0) as file:
-        for offset in range(start, start + length, _ADVICE_BYTES):
-            os.posix_fadvise(
-                file.fileno(), offset, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED
-            )
+        for probed in range(start, start + length, _PROBE_BYTES):
+            if _cached(file.fileno(), probed):
+                continue
+            end = min(probed + _PROBE_BYTES, start + length)
+            for offset in range(probed, end, _ADVICE_BYTES):
+                os.posix_fadvise(
+                    file.fileno(), offset, _ADVICE_BYTES, os.POSIX_FADV_WILLNEED
+                )
+
+
+def _cached(file: int, offset: int) -> bool:
+    """Whether a byte of a file can be had without the disk; False where the system cannot tell."""
+    try:
+        return os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except (OSError, AttributeError):
+        return False
 
 
 def _spans(path: str) -> dict[str, tuple[int, int]]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.metadata
 import inspect
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -208,8 +209,12 @@ def extend_merge(module: ModuleType) -> None:
 
     @functools.wraps(run_merge)
     def extended_run_merge(merge_config, out_path, options, *args, **kwargs) -> None:
-        if merge_config.merge_method not in _BY_NAME:
-            return run_merge(merge_config, out_path, options, *args, **kwargs)
+        extended = merge_config.merge_method in _BY_NAME
+        run = run_whole_merge if extended else run_merge
+        run(merge_config, out_path, options, *args, **kwargs)
+
+    @_imports_uncollected()
+    def run_whole_merge(merge_config, out_path, options, *args, **kwargs) -> None:
         from mergekit_ram import cluster, output
         from mergekit_ram.check import recipes
 
@@ -229,6 +234,19 @@ def extend_merge(module: ModuleType) -> None:
             raise
 
     module.run_merge = extended_run_merge
+
+
+@contextlib.contextmanager
+def _imports_uncollected() -> Iterator[None]:
+    """Keep Python's garbage collector from the million objects of mergekit's imports: half a second a merge."""
+    if gc.get_freeze_count():  # somebody's own
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def output_config(config: Any, architecture: Any, options: Any) -> Any:
