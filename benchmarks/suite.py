@@ -35,7 +35,7 @@ def run(name: str, out: Path) -> None:
     arguments = {
         "kernel": ["--json", out / "kernel.json"],
         "whole_merge": ["--all", "--json", out / "whole_merge.json"],
-        "growth": ["--all", "--patience", "12", "--out", out],
+        "growth": ["--all", "--patience", "5", "--out", out],
         "big_tensor": ["--out", out],
     }
     script = Path(__file__).with_name(f"{name}.py")

@@ -12,7 +12,7 @@ import importlib.metadata
 import inspect
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -209,15 +209,12 @@ def extend_merge(module: ModuleType) -> None:
 
     @functools.wraps(run_merge)
     def extended_run_merge(merge_config, out_path, options, *args, **kwargs) -> None:
-        extended = merge_config.merge_method in _BY_NAME
-        run = run_whole_merge if extended else run_merge
-        run(merge_config, out_path, options, *args, **kwargs)
-
-    @_imports_uncollected()
-    def run_whole_merge(merge_config, out_path, options, *args, **kwargs) -> None:
+        if merge_config.merge_method not in _BY_NAME:
+            return run_merge(merge_config, out_path, options, *args, **kwargs)
         from mergekit_ram import cluster, output
         from mergekit_ram.check import recipes
 
+        _spare_garbage_collector()
         recipes.require_mergeable(merge_config, options, out_path)
         try:
             with (
@@ -236,17 +233,13 @@ def extend_merge(module: ModuleType) -> None:
     module.run_merge = extended_run_merge
 
 
-@contextlib.contextmanager
-def _imports_uncollected() -> Iterator[None]:
-    """Keep Python's garbage collector from the million objects of mergekit's imports: half a second a merge."""
-    if gc.get_freeze_count():  # somebody's own
-        yield
-        return
+@functools.cache
+def _spare_garbage_collector() -> None:
+    """Exempt what is there by now, the million objects of mergekit's imports, from Python's garbage collection.
+
+    It would visit them in the merge and at exit, for two seconds. Once a process, lest real garbage be kept.
+    """
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def output_config(config: Any, architecture: Any, options: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import gc
 import logging
 import os
 import re
@@ -33,6 +34,8 @@ from mergekit.merge_methods import PerGroupValues, merge_state_dicts, merge_tens
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from mergekit.scripts import multimerge, run_yaml
+
+from mergekit_ram import planning
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "example_yamls").glob("*.yml"))
@@ -608,6 +611,19 @@ def test_merge_options_do_not_change_the_result(options, make_models, tmp_path, 
     models = make_models("llama", tied=False, pickle=True)
     output = merge(models.recipe("ramplus", parameters=STRONG), tmp_path, *options)
     check(output, expect("ramplus", plan(models.base, models.agents, STRONG)))
+
+
+def test_garbage_collection_spares_the_imports_once_a_process_and_for_our_methods_only(
+    make_models, tmp_path, monkeypatch
+):
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    planning._spare_garbage_collector.cache_clear()
+    models = make_models()
+    for method, times in (("task_arithmetic", 0), ("ram", 1), ("ramplus", 1)):
+        recipe = models.recipe(method, agents=[{"weight": 1.0}] * len(models.agents))
+        merge(recipe, tmp_path)
+        assert len(frozen) == times
 
 
 def test_progress_of_the_counting_pass_is_shown_unless_quiet(make_models, tmp_path):
