@@ -64,7 +64,7 @@ def check(recipe: str, out_path: str | None, as_json: bool, **options) -> None:
     from mergekit.options import MergeOptions
 
     from mergekit_ram.check.files import check_file
-    from mergekit_ram.check.problems import RecipeError
+    from mergekit_ram.errors import RecipeError
 
     choice = {
         name: options.pop(name) for name in ("tensor_union", "tensor_intersection")

@@ -24,7 +24,7 @@ from mergekit.tokenizer import BuildTokenizer, TokenizerInfo
 from pydantic import ConfigDict
 
 from mergekit_ram import shards, tasks
-from mergekit_ram.methods import MergeError
+from mergekit_ram.errors import MergeError
 from mergekit_ram.overlap import GroupOverlap
 from mergekit_ram.report import LOG, MergeRecord
 

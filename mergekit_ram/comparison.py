@@ -23,9 +23,10 @@ from mergekit.options import MergeOptions
 from pydantic import ConfigDict
 
 from mergekit_ram import retention
+from mergekit_ram.errors import MergeError
 from mergekit_ram.findings import AgentComparison, Comparison, MethodComparison
 from mergekit_ram.inspection import count, plan_inspection
-from mergekit_ram.methods import MergeError, RamMethod
+from mergekit_ram.methods import RamMethod
 from mergekit_ram.overlap import GroupOverlap
 from mergekit_ram.progress import progress
 from mergekit_ram.recipe import (

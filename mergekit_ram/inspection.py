@@ -16,9 +16,10 @@ from mergekit.merge_methods.base import TensorGroup
 from mergekit.options import MergeOptions
 
 from mergekit_ram import magnitude
+from mergekit_ram.errors import MergeError
 from mergekit_ram.findings import Inspection, MagnitudeReport, SweepPoint
 from mergekit_ram.magnitude import Magnitudes
-from mergekit_ram.methods import MergeError, RamMethod
+from mergekit_ram.methods import RamMethod
 from mergekit_ram.overlap import GroupOverlap
 from mergekit_ram.progress import progress
 from mergekit_ram.recipe import Recipe

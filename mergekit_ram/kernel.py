@@ -29,6 +29,7 @@ from typing import Literal
 import torch
 
 from mergekit_ram import compiled
+from mergekit_ram.errors import NonFiniteError
 from mergekit_ram.overlap import OverlapCounts
 from mergekit_ram.tally import Tally
 
@@ -79,18 +80,6 @@ class Rule:
     scale: float = 1.0
     shared: SharedMode = "mean"
     finite: bool = True
-
-
-class NonFiniteError(ValueError):
-    """NaN or infinity in an input.
-
-    Attributes:
-        counts: non-finite elements of each input, the base's first.
-    """
-
-    def __init__(self, counts: Sequence[int]):
-        self.counts = tuple(counts)
-        super().__init__(f"NaN or infinity among the inputs: {list(counts)} elements")
 
 
 def merge(

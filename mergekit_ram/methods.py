@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import click
 import torch
 from mergekit.merge_methods.base import (
     BasePolicy,
@@ -25,6 +24,7 @@ from mergekit.merge_methods.base import (
 from pydantic import Field, ValidationError
 
 from mergekit_ram import _autoload, kernel
+from mergekit_ram.errors import NonFiniteError, NonFiniteWeightsError, ParameterError
 from mergekit_ram.overlap import (
     GroupOverlap,
     OverlapCounts,
@@ -43,28 +43,6 @@ NOTE = "note"
 
 # Subsets of weights are searched for a vanishing sum up to this many agents.
 _MOST_SIGNED_WEIGHTS = 16
-
-
-class MergeError(click.ClickException, ValueError):
-    """What a person who merges can put right. mergekit's commands show its message, not a traceback."""
-
-    def __str__(self) -> str:
-        return self.message
-
-
-class ParameterError(MergeError):
-    """Parameters that no merge can use. The message names parameter, value and tensor."""
-
-
-class NonFiniteWeightsError(MergeError):
-    """NaN or infinity in a model's weights. The message names models, tensor and counts."""
-
-    def __init__(self, tensor: str | None, counts: Mapping[Hashable, int]):
-        found = ", ".join(f"{count} in {model}" for model, count in counts.items())
-        super().__init__(
-            f"NaN or infinity in {tensor or 'an unnamed tensor'}: {found}. The checkpoint is damaged or "
-            "overflowed; replace it, or set non_finite: ignore to merge it as it is"
-        )
 
 
 class Refusals:
@@ -232,7 +210,7 @@ def _naming_inputs(group: TensorGroup) -> Iterator[None]:
     """Say which model and tensor the kernel refused."""
     try:
         yield
-    except kernel.NonFiniteError as error:
+    except NonFiniteError as error:
         entries = (group.base, *group.non_base)
         raise NonFiniteWeightsError(
             group.metadata.name,

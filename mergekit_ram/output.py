@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from safetensors import SafetensorError
 
-from mergekit_ram.methods import MergeError
+from mergekit_ram.errors import WriteError
 from mergekit_ram.report import FILE_NAME, Report
 
 # What makes a directory pass for a model: the first to go, the last to come.
@@ -24,10 +24,6 @@ _WEIGHTS = re.compile(
 )
 _PARTIAL = ".mergekit-ram-partial"
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
-
-
-class WriteError(MergeError):
-    """The merged model cannot be written. The message names the file and the reason."""
 
 
 @contextlib.contextmanager

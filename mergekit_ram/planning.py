@@ -23,13 +23,17 @@ from mergekit.merge_methods.base import BatchOptions, MergeMethod, TensorGroup
 
 from mergekit_ram import _autoload
 from mergekit_ram._autoload import SUPPORTED
+from mergekit_ram.errors import (
+    IncompatibleMergekitError,
+    MergeError,
+    ParameterError,
+    RecipeError,
+)
 from mergekit_ram.methods import (
     MEASURE,
     METHODS,
     NOTE,
     RESCALING,
-    MergeError,
-    ParameterError,
     RamMethod,
     Refusals,
     rescaling_by_agent,
@@ -41,10 +45,6 @@ from mergekit_ram.report import MergeRecord
 _FIRST, _BEYOND = (0, 1, 5), (0, 2, 0)
 
 _BY_NAME = {method.spec.name: method for method in METHODS}
-
-
-class IncompatibleMergekitError(RuntimeError):
-    """The installed mergekit is not one that this version of mergekit-ram extends."""
 
 
 def register_methods(module: ModuleType) -> None:
@@ -267,7 +267,6 @@ def extend_multimerge(module: ModuleType) -> None:
 
     @functools.wraps(make_tasks)
     def extended_make_tasks(*args, **kwargs):
-        from mergekit_ram.check.problems import RecipeError
         from mergekit_ram.check.recipes import check_steps
 
         given = signature.bind(*args, **kwargs).arguments
@@ -310,7 +309,6 @@ def extend_raw_pytorch(module: ModuleType) -> None:
         if method is None:
             return plan(*arguments)
         from mergekit_ram import output
-        from mergekit_ram.check.problems import RecipeError
         from mergekit_ram.check.state_dicts import plannable_raw, raw_problems
 
         problems = raw_problems(
@@ -479,7 +477,7 @@ def _require_mergeable(
 ) -> None:
     """Refuse what planning can show to be wrong, all at once, before a weight is read."""
     from mergekit_ram.check import tensors
-    from mergekit_ram.check.problems import RecipeError, parameter_problem
+    from mergekit_ram.check.problems import parameter_problem
 
     for merge in merges:
         refusals.tensor = merge.output_weight.name

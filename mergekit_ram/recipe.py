@@ -23,7 +23,8 @@ from mergekit.scripts import merge_raw_pytorch
 
 from mergekit_ram.check.files import merges_files
 from mergekit_ram.check.recipes import require_mergeable
-from mergekit_ram.methods import METHODS, MergeError
+from mergekit_ram.errors import MergeError
+from mergekit_ram.methods import METHODS
 
 _OURS = frozenset(method.spec.name for method in METHODS)
 _PARAMETERS = "parameters"

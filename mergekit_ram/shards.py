@@ -28,7 +28,7 @@ from pydantic import BaseModel, ValidationError
 
 from mergekit_ram import loading, tasks
 from mergekit_ram.check.tensors import PlannedCheckpoints, output_bytes
-from mergekit_ram.methods import MergeError
+from mergekit_ram.errors import MergeError
 from mergekit_ram.overlap import GroupOverlap, OverlapCounts, Rescaling
 from mergekit_ram.report import MergeRecord, versions
 

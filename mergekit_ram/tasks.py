@@ -22,11 +22,11 @@ from mergekit.multigpu_executor import MultiGPUExecutor
 from mergekit.options import MergeOptions
 from pydantic import ConfigDict
 
+from mergekit_ram.errors import MergeError
 from mergekit_ram.methods import (
     MEASURE,
     NOTE,
     RESCALING,
-    MergeError,
     RamMethod,
     rescaling_by_agent,
 )

@@ -21,7 +21,7 @@ from mergekit.options import MergeOptions
 from test_recipes import Models, bits, save_models, write_recipe
 
 from mergekit_ram import cli, shards
-from mergekit_ram.methods import MergeError
+from mergekit_ram.errors import MergeError
 from mergekit_ram.report import versions
 
 ray = pytest.importorskip(

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 
-from mergekit_ram.check.problems import RECIPE, Problem
+from mergekit_ram.check.problems import RECIPE
+from mergekit_ram.errors import Problem
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 from mergekit.scripts import merge_raw_pytorch, multimerge
 
-from mergekit_ram.check.problems import Problem, RecipeError
 from mergekit_ram.check.recipes import check, check_steps
-from mergekit_ram.methods import METHODS, MergeError
+from mergekit_ram.errors import MergeError, Problem, RecipeError
+from mergekit_ram.methods import METHODS
 
 # What reading, parsing and validating a file that is something else raises.
 _NOT_A_RECIPE = (

@@ -4,56 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from mergekit.common import dtype_from_name
 
 from mergekit_ram.checkpoint import Checkpoint, stored_bytes
-from mergekit_ram.methods import MergeError
+from mergekit_ram.errors import Problem
 
 RECIPE = "recipe"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that keeps a recipe from being merged.
-
-    Attributes:
-        where: the model, or ``recipe``.
-        what: what is wrong, with the tensors it is wrong with.
-        remedy: what the user can do.
-    """
-
-    where: str
-    what: str
-    remedy: str
-
-
-class RecipeError(MergeError):
-    """A recipe that cannot be merged. The message lists every problem found.
-
-    Attributes:
-        problems: the same, one by one.
-    """
-
-    def __init__(self, method: str, problems: Iterable[Problem]):
-        self.method = method
-        self.problems = tuple(dict.fromkeys(problems))
-        super().__init__("\n".join(self._lines()))
-
-    def _lines(self) -> Iterator[str]:
-        number = len(self.problems)
-        yield (
-            f"merge_method {self.method} cannot merge this recipe: "
-            f"{number} problem{'s' if number != 1 else ''}"
-        )
-        for where in dict.fromkeys(problem.where for problem in self.problems):
-            yield where
-            for problem in self.problems:
-                if problem.where == where:
-                    yield f"  - {problem.what}"
-                    yield f"    {problem.remedy}"
 
 
 NO_DTYPES = {"dtype": None, "out_dtype": None}

@@ -31,8 +31,6 @@ from mergekit_ram.check.combinations import (
 from mergekit_ram.check.problems import (
     NO_DTYPES,
     RECIPE,
-    Problem,
-    RecipeError,
     checkpoint_problems,
     dtype_problems,
     overwriting,
@@ -40,6 +38,7 @@ from mergekit_ram.check.problems import (
 )
 from mergekit_ram.check.tensors import DescribedLoader
 from mergekit_ram.checkpoint import Checkpoint
+from mergekit_ram.errors import Problem, RecipeError
 
 
 @dataclass(frozen=True)

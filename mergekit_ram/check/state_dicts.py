@@ -12,8 +12,6 @@ from mergekit_ram import output
 from mergekit_ram.check.combinations import Combination, agent_problems
 from mergekit_ram.check.problems import (
     NO_DTYPES,
-    Problem,
-    RecipeError,
     checkpoint_problems,
     dtype_problems,
     number,
@@ -21,6 +19,7 @@ from mergekit_ram.check.problems import (
     space_problems,
 )
 from mergekit_ram.checkpoint import Checkpoint, some
+from mergekit_ram.errors import Problem, RecipeError
 
 if TYPE_CHECKING:
     from mergekit.scripts.merge_raw_pytorch import RawPyTorchMergeConfig

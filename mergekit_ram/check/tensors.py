@@ -17,8 +17,9 @@ from mergekit.merge_methods.task_adapter import (
 from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 
-from mergekit_ram.check.problems import Problem, number
+from mergekit_ram.check.problems import number
 from mergekit_ram.checkpoint import Checkpoint, TensorHeader, some, stored_bytes
+from mergekit_ram.errors import Problem
 
 
 class DescribedLoader(LazyTensorLoader):
