@@ -115,6 +115,8 @@ class MergeOnCluster(FinalizeModel):
             )
         for found in (found for shard in written for found in shard.overlaps):
             record.add(found.tensor, *found.named(record.agents))
+        for tensor, count in (o for shard in written for o in shard.overflows.items()):
+            record.add_overflow(tensor, count)
         shards.hand_over(written, options.job_directory, writer)
         writer.finalize()
 

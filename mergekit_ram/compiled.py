@@ -9,11 +9,24 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import types
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+import torch._dynamo.config
+
+# A merge meets few kinds of tensors, by dtypes and number of agents, and torch compiles for eight of them by default. Its
+# documented limits, which older versions call by another name.
+_UNLIMITED = {
+    name: 1 << 16
+    for name in (
+        "recompile_limit",
+        "cache_size_limit",
+        "accumulated_recompile_limit",
+        "accumulated_cache_size_limit",
+    )
+    if hasattr(torch._dynamo.config, name)
+}
 
 
 @functools.cache
@@ -40,6 +53,8 @@ def take_block(
     out: torch.Tensor | None,
     patterns: torch.Tensor | None,
     deltas: torch.Tensor | None,
+    *,
+    nan: bool = False,
 ) -> None:
     """Merge and tally a block.
 
@@ -51,34 +66,35 @@ def take_block(
         out: takes the merged weights, not finite where an input is not.
         patterns: takes the patterns of ``tally``, of any dtype that holds them.
         deltas: takes the sums of the deltas, not finite where an input is not.
+        nan: whether NaN is expected; its patterns are those of elements that moved down.
     """
-    given = (base, *agents, numbers, out, patterns, deltas)
-    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in given)
-    block = _compiled(dtypes, len(numbers) > 1, exact_products)
-    block(base, agents, numbers, exact_products, out, patterns, deltas)
+    with torch._dynamo.config.patch(_UNLIMITED):
+        _compiled()(
+            base, agents, numbers, exact_products, out, patterns, deltas, nan=nan
+        )
 
 
 @functools.cache
-def _compiled(*_kind: Hashable) -> Callable[..., None]:
-    """A function of its own for every kind of arguments: torch compiles one for a few kinds, then refuses."""
-    code = _take_block.__code__.replace()
-    own = types.FunctionType(code, globals())
-    return torch.compile(own, dynamic=True, fullgraph=True)
+def _compiled() -> Callable[..., None]:
+    return torch.compile(_take_block, dynamic=True, fullgraph=True)
 
 
-def _take_block(base, agents, numbers, exact_products, out, patterns, deltas):
+def _take_block(base, agents, numbers, exact_products, out, patterns, deltas, *, nan):
     # No sum over the block: with one it takes three times as long.
     threshold, *gains = numbers
     base = base.to(numbers.dtype)
     total = changers = unique = torch.zeros_like(base)
-    pattern = torch.full_like(base, (3 ** len(agents) - 1) // 2)
+    if patterns is not None:
+        pattern = torch.full_like(base, (3 ** len(agents) - 1) // 2)
     for i, agent in enumerate(agents):
         delta = base - agent.to(numbers.dtype)
         # A NaN is not below the threshold and stays.
         delta = torch.where(delta.abs() <= threshold, 0, delta)
         total = total + delta
         changers = changers + (delta != 0).to(base.dtype)
-        pattern = pattern + torch.sign(delta) * 3**i
+        if patterns is not None:
+            direction = torch.where(delta.isnan(), 1, delta) if nan else delta
+            pattern = pattern + torch.sign(direction) * 3**i
         if gains:
             unique = unique + delta * gains[i]
     if patterns is not None:

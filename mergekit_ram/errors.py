@@ -36,6 +36,20 @@ class NonFiniteError(_Picklable, ValueError):
         super().__init__(f"NaN or infinity among the inputs: {list(counts)} elements")
 
 
+class OutputOverflowError(_Picklable, ValueError):
+    """A merged tensor that is not finite although every input is.
+
+    Attributes:
+        count: elements that are not finite.
+        dtype: of the merged tensor.
+    """
+
+    def __init__(self, count: int, dtype: object):
+        self.count = count
+        self.dtype = str(dtype).removeprefix("torch.")
+        super().__init__(f"{count} elements overflow {self.dtype}")
+
+
 class MergeError(_Picklable, click.ClickException, ValueError):
     """What a person who merges can put right. mergekit's commands show its message, not a traceback."""
 
@@ -55,6 +69,17 @@ class NonFiniteWeightsError(MergeError):
         super().__init__(
             f"NaN or infinity in {tensor or 'an unnamed tensor'}: {found}. The checkpoint is damaged or "
             "overflowed; replace it, or set non_finite: ignore to merge it as it is"
+        )
+
+
+class OverflowedWeightsError(MergeError):
+    """Merged weights that are not finite although all inputs are. The message names tensor and count."""
+
+    def __init__(self, tensor: str | None, count: int, dtype: str):
+        super().__init__(
+            f"{count} elements of {tensor or 'an unnamed tensor'} overflow {dtype} when they are merged, though all inputs "
+            "are finite. Use dtype or out_dtype bfloat16 or float32, a smaller lambda or r, or set non_finite: ignore to "
+            "write infinity there"
         )
 
 

@@ -24,14 +24,14 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from mergekit_ram import compiled
-from mergekit_ram.errors import NonFiniteError
+from mergekit_ram.errors import NonFiniteError, OutputOverflowError
 from mergekit_ram.overlap import OverlapCounts
-from mergekit_ram.tally import Tally
+from mergekit_ram.tally import Tally, has_patterns
 
 SharedMode = Literal["mean", "ties", "drop"]
 
@@ -43,9 +43,9 @@ _BLOCK_MULTIPLE = 1024
 _COMPILED_BLOCK = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Agent:
-    """One agent's weights and what applies to them.
+    """One agent's weights and what applies to them. Two agents are equal only if they are one object.
 
     Attributes:
         tensor: the agent's weights θᵢ, floating point, of the base's shape and device. Borrowed, never modified.
@@ -53,6 +53,9 @@ class Agent:
         density: fraction of the shared elements kept by ``shared="ties"``, in (0, 1].
         keep_unique: False drops the updates that only this agent made.
         rescaling: λᵢ, the factor on the updates that only this agent made; 1 is plain RAM.
+
+    Raises:
+        ValueError: names the argument that no merge can use, and its value.
     """
 
     tensor: torch.Tensor
@@ -60,6 +63,16 @@ class Agent:
     density: float = 1.0
     keep_unique: bool = True
     rescaling: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(
+            isinstance(self.tensor, torch.Tensor), "tensor", self.tensor, "a tensor"
+        )
+        _require_number("weight", self.weight)
+        _require_number("rescaling", self.rescaling)
+        _require_number("density", self.density)
+        _require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
+        _require_bool("keep_unique", self.keep_unique)
 
 
 @dataclass(frozen=True)
@@ -72,7 +85,11 @@ class Rule:
             ones whole; False multiplies every task vector by its weight first and takes plain means.
         scale: factor on the merged update, mergekit's ``lambda``.
         shared: what shared elements take: the ``mean``, the ``ties`` consensus, or nothing (``drop``).
-        finite: True refuses NaN and infinity in any input; False lets them through to the result.
+        finite: True refuses NaN and infinity in any input, and an output that overflows; False lets them through to
+            the result, where an element whose τ is NaN counts as changed, moved down.
+
+    Raises:
+        ValueError: names the argument that no merge can use, and its value.
     """
 
     epsilon: float = 1e-5
@@ -80,6 +97,46 @@ class Rule:
     scale: float = 1.0
     shared: SharedMode = "mean"
     finite: bool = True
+
+    def __post_init__(self) -> None:
+        _require_number("epsilon", self.epsilon)
+        _require(self.epsilon >= 0, "epsilon", self.epsilon, "0 or greater")
+        _require_number("scale", self.scale)
+        modes = get_args(SharedMode)
+        _require(
+            self.shared in modes, "shared", self.shared, f"one of {', '.join(modes)}"
+        )
+        _require_bool("normalize", self.normalize)
+        _require_bool("finite", self.finite)
+
+
+def _require(condition: bool, name: str, value: object, wanted: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} must be {wanted}, not {value!r}")
+
+
+def _require_number(name: str, value: object) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    _require(number and math.isfinite(value), name, value, "a finite number")
+
+
+def _require_bool(name: str, value: object) -> None:
+    _require(isinstance(value, bool), name, value, "True or False")
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A merged tensor and what was found out on the way.
+
+    Attributes:
+        tensor: contiguous, of the base's shape.
+        counts: overlap of the agents, None where that was not asked for.
+        overflowed: elements that are not finite although every input is. 0 unless ``rule.finite`` is False.
+    """
+
+    tensor: torch.Tensor
+    counts: OverlapCounts | None
+    overflowed: int
 
 
 def merge(
@@ -106,11 +163,12 @@ def merge(
     Raises:
         ValueError: shapes, devices or dtypes that cannot be merged.
         NonFiniteError: NaN or infinity in an input, unless ``rule.finite`` is False.
+        OutputOverflowError: the inputs are finite and the result is not, likewise.
     """
     stream = _Stream(
         base, agents, rule, input_dtype, out_dtype, block_elements, counting=False
     )
-    return stream.merge()
+    return stream.merge().tensor
 
 
 def merge_and_count(
@@ -126,7 +184,26 @@ def merge_and_count(
     stream = _Stream(
         base, agents, rule, input_dtype, out_dtype, block_elements, counting=True
     )
-    return stream.merge(), stream.tally.counts()
+    merged = stream.merge()
+    return merged.tensor, merged.counts
+
+
+def merge_in_full(
+    base: torch.Tensor,
+    agents: Sequence[Agent],
+    rule: Rule,
+    *,
+    counting: bool,
+    input_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Merged:
+    """``merge`` with everything that it finds out. Arguments as there.
+
+    Args:
+        counting: count the overlap too.
+    """
+    stream = _Stream(base, agents, rule, input_dtype, out_dtype, None, counting)
+    return stream.merge()
 
 
 def count(
@@ -247,25 +324,36 @@ class _Stream:
         on_cpu = base.device.type == "cpu"
         unweighted = rule.normalize or all(agent.weight == 1 for agent in agents)
         self.compiled = (
-            on_cpu and flat and self.simple and unweighted and compiled.enabled()
+            on_cpu
+            and flat
+            and self.simple
+            and unweighted
+            and compiled.enabled()
+            and (not counting or has_patterns(len(agents)))
         )
         # Comparing ends at the first difference, so it is nearly free where an agent moved. ``ties`` needs all.
         alike = all(tensor.dtype == base.dtype for tensor in tensors)
-        self.skipping = on_cpu and alike and not self.ties
+        # Infinity equals infinity and their difference is NaN, so what may be infinite is not skipped.
+        self.skipping = on_cpu and alike and not self.ties and rule.finite
         budget = _CPU_SCRATCH_BYTES if on_cpu else _ACCELERATOR_SCRATCH_BYTES
         deltas = len(agents) if self.ties else 1
-        fitting = budget // ((8 + deltas) * self.dtype.itemsize)
+        fitting = budget // (
+            (8 + deltas) * self.dtype.itemsize
+            + (Tally.bytes_per_element(len(agents)) if counting else 0)
+        )
         cached = fitting // _BLOCK_MULTIPLE * _BLOCK_MULTIPLE
         self.limit = block_elements or (_COMPILED_BLOCK if self.compiled else cached)
         elements = min(self.limit, base.numel())
         self.rows = _Rows.allocate(deltas, elements, self.dtype, base.device)
         self.tally = (
-            Tally(len(agents), elements, self.dtype, base.device) if counting else None
+            Tally(len(agents), elements, self.dtype, base.device, nan=not rule.finite)
+            if counting
+            else None
         )
         # Sum of what must be finite: NaN and infinity survive every later addition.
         self.watched = torch.zeros((), dtype=self.dtype, device=base.device)
 
-    def merge(self) -> torch.Tensor:
+    def merge(self) -> Merged:
         cutoffs = self._cutoffs() if self.ties else []
         merged = torch.empty(
             self.base.shape, dtype=self.out_dtype, device=self.base.device
@@ -287,8 +375,15 @@ class _Stream:
             if self.tally:
                 self.tally.end()
             target.copy_(rows.base.view(target.shape))
-        self._require_finite()
-        return merged.view(self.shape)
+            self.watched += target.sum(dtype=self.dtype)
+        overflowed = 0
+        if not math.isfinite(self.watched.item()):
+            self._require_finite_inputs()
+            overflowed = self._overflowed(merged)
+            if overflowed and self.rule.finite:
+                raise OutputOverflowError(overflowed, self.out_dtype)
+        counts = self.tally.counts() if self.tally else None
+        return Merged(merged.view(self.shape), counts, overflowed)
 
     def count(self) -> None:
         for index, rows in self.blocks():
@@ -300,7 +395,8 @@ class _Stream:
                 self.watched += delta.sum()
                 self.tally.add(i, delta)
             self.tally.end()
-        self._require_finite()
+        if not math.isfinite(self.watched.item()):
+            self._require_finite_inputs()
 
     def blocks(self, every: int = 1) -> Iterator[tuple[tuple, _Rows]]:
         """The index of every block, or of the middle one of so many, with scratch rows of the block's length."""
@@ -321,9 +417,16 @@ class _Stream:
             if target is None:
                 deltas = self.rows.total.view(base.dtype)[: base.numel()]
         compiled.take_block(
-            base, agents, numbers, self.exact_products, target, patterns, deltas
+            base,
+            agents,
+            numbers,
+            self.exact_products,
+            target,
+            patterns,
+            deltas,
+            nan=not self.rule.finite,
         )
-        self.watched += (deltas if target is None else target).sum()
+        self.watched += (deltas if target is None else target).sum(dtype=self.dtype)
         if self.tally:
             self.tally.end()
 
@@ -393,7 +496,6 @@ class _Stream:
                 self.tally.add(i, delta)
         if not started:
             return
-        self.watched += rows.total.sum()
         if self.rescaled:
             alone = torch.lt(rows.changers, 2, out=rows.mask)
         divisor = rows.changers.clamp_(min=1)
@@ -425,9 +527,9 @@ class _Stream:
                 self.tally.add(i, delta)
         self.watched += rows.total.sum()
 
-    def _require_finite(self) -> None:
+    def _require_finite_inputs(self) -> None:
         """Refuse inputs that are not finite. What is watched may also overflow by itself, so look again."""
-        if not self.rule.finite or math.isfinite(self.watched.item()):
+        if not self.rule.finite:
             return
         counts = [
             sum(
@@ -438,6 +540,20 @@ class _Stream:
         ]
         if any(counts):
             raise NonFiniteError(counts)
+
+    def _overflowed(self, merged: torch.Tensor) -> int:
+        """Elements that are not finite where every input is."""
+        overflowed = 0
+        for index in _block_indices(self.base.shape, self.limit):
+            lost = ~merged[index].isfinite()
+            if lost.any():
+                for tensor in (self.base, *self.inputs):
+                    block = tensor[index]
+                    if self.input_dtype is not None:
+                        block = block.to(self.input_dtype)
+                    lost &= block.isfinite()
+                overflowed += int(lost.sum())
+        return overflowed
 
     def _cutoffs(self) -> list[float]:
         """Per agent, the magnitude below which ``shared="ties"`` prunes its shared updates.
@@ -495,8 +611,10 @@ class _Stream:
 def _check(tensors: Sequence[torch.Tensor]) -> None:
     base = tensors[0]
     for tensor in tensors:
-        if not tensor.is_floating_point():
-            raise ValueError(f"cannot merge {tensor.dtype} weights, only floating ones")
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise ValueError(
+                f"cannot merge {tensor.dtype} weights, only floating ones of 16 bits and more"
+            )
         if tensor.shape != base.shape:
             raise ValueError(
                 f"shapes differ: base {tuple(base.shape)}, agent {tuple(tensor.shape)}"

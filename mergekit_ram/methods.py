@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from mergekit.merge_methods.base import (
@@ -24,7 +24,13 @@ from mergekit.merge_methods.base import (
 from pydantic import Field, ValidationError
 
 from mergekit_ram import _autoload, kernel
-from mergekit_ram.errors import NonFiniteError, NonFiniteWeightsError, ParameterError
+from mergekit_ram.errors import (
+    NonFiniteError,
+    NonFiniteWeightsError,
+    OutputOverflowError,
+    OverflowedWeightsError,
+    ParameterError,
+)
 from mergekit_ram.overlap import (
     GroupOverlap,
     OverlapCounts,
@@ -35,11 +41,11 @@ from mergekit_ram.overlap import (
 
 REFERENCE_URL = "https://arxiv.org/abs/2601.13572"
 
-# What a graph task binds besides the recipe's parameters: what to call instead of merging; λ by input ID; where to
-# note the overlap met while merging.
+# What a graph task binds besides the recipe's parameters: what to call instead of merging; λ by input ID; the record of
+# what merging finds out.
 MEASURE = "measure"
 RESCALING = "rescaling"
-NOTE = "note"
+RECORD = "record"
 
 # Subsets of weights are searched for a vanishing sum up to this many agents.
 _MOST_SIGNED_WEIGHTS = 16
@@ -125,7 +131,14 @@ RESCALING_PARAMETERS = (
 )
 
 
-Note = Callable[[GroupOverlap, Rescaling], None]
+class Record(Protocol):
+    """Keeps what merging one tensor after the other finds out."""
+
+    def add(self, tensor: str, overlap: GroupOverlap, rescaling: Rescaling) -> None:
+        """Overlap and λ of a tensor."""
+
+    def add_overflow(self, tensor: str, count: int) -> None:
+        """Elements of a merged tensor that are not finite, though all inputs are."""
 
 
 @dataclass(frozen=True)
@@ -148,17 +161,18 @@ class RamMethod:
         input_dtype: torch.dtype | None,
         out_dtype: torch.dtype | None,
         rescaling: Rescaling | None = None,
-        note: Note | None = None,
+        record: Record | None = None,
     ) -> torch.Tensor:
         """Merge one group.
 
         Args:
             parameters: bound values, per-agent ones keyed by input ID.
             rescaling: λ by input ID. None takes 1, or the tensor's own ratio where that is the method.
-            note: called with the group's overlap and its λ, where merging finds them out.
+            record: takes the group's overlap and its λ, where merging finds them out, and what overflows.
 
         Raises:
             NonFiniteWeightsError: NaN or infinity in an input, unless the recipe ignores it.
+            OverflowedWeightsError: finite inputs merge to what the output dtype cannot hold, likewise.
         """
         overlap = None
         if self.ratio_scope == "tensor" and rescaling is None:
@@ -171,14 +185,17 @@ class RamMethod:
         )
         dtypes = {"input_dtype": input_dtype, "out_dtype": out_dtype}
         with _naming_inputs(group):
-            if note and self.ratio_scope == "none":
-                merged, counts = kernel.merge_and_count(*arguments, **dtypes)
-                overlap = _group_overlap(group, counts)
-            else:
-                merged = kernel.merge(*arguments, **dtypes)
-        if note and overlap:
-            note(overlap, rescaling or {})
-        return merged
+            counting = record is not None and self.ratio_scope == "none"
+            merged = kernel.merge_in_full(*arguments, counting=counting, **dtypes)
+        name = group.metadata.name or "an unnamed tensor"
+        if merged.counts is not None:
+            overlap = _group_overlap(group, merged.counts)
+        if record is not None:
+            if overlap is not None:
+                record.add(name, overlap, rescaling or {})
+            if merged.overflowed:
+                record.add_overflow(name, merged.overflowed)
+        return merged.tensor
 
     def count_group(
         self,
@@ -215,6 +232,10 @@ def _naming_inputs(group: TensorGroup) -> Iterator[None]:
         raise NonFiniteWeightsError(
             group.metadata.name,
             {entry.id: count for entry, count in zip(entries, error.counts) if count},
+        ) from None
+    except OutputOverflowError as error:
+        raise OverflowedWeightsError(
+            group.metadata.name, error.count, error.dtype
         ) from None
 
 

@@ -32,7 +32,7 @@ from mergekit_ram.errors import (
 from mergekit_ram.methods import (
     MEASURE,
     METHODS,
-    NOTE,
+    RECORD,
     RESCALING,
     RamMethod,
     Refusals,
@@ -124,7 +124,7 @@ class RegisteredMethod(MergeMethod):
                 input_dtype=input_dtype,
                 out_dtype=out_dtype,
                 rescaling=values.get(RESCALING),
-                note=values.get(NOTE),
+                record=values.get(RECORD),
             )
             for group, values, input_dtype in work
         )

@@ -165,6 +165,7 @@ class MergeRecord:
         self.ratio = ratio
         self.alpha = alpha
         self.warnings: list[str] = []
+        self.overflows: dict[str, int] = {}
         self._tensors: dict[str, tuple[GroupOverlap, Rescaling]] = {}
         self._lock = threading.Lock()
 
@@ -177,6 +178,21 @@ class MergeRecord:
     def add(self, tensor: str, overlap: GroupOverlap, rescaling: Rescaling) -> None:
         with self._lock:
             self._tensors[tensor] = overlap, rescaling
+
+    def add_overflow(self, tensor: str, count: int) -> None:
+        with self._lock:
+            self.overflows[tensor] = count
+
+    def overflow_warnings(self) -> list[str]:
+        """Say which tensors merged to infinity or NaN, though their inputs are finite."""
+        if not self.overflows:
+            return []
+        tensors = sorted(self.overflows)
+        more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+        return [
+            f"{sum(self.overflows.values())} elements of {tensors[0]}{more} are not finite in the merged model, though all "
+            "inputs are: they overflow its dtype. Use dtype or out_dtype bfloat16 or float32, or a smaller lambda or r"
+        ]
 
     def tensors(self) -> dict[str, tuple[GroupOverlap, Rescaling]]:
         """Overlap and λ of every tensor added so far."""

@@ -110,6 +110,7 @@ class Shard(Manifest):
         file: where, in the job's directory; None if the model has none of the part's tensors, all optional.
         tensor_bytes: of the tensors alone.
         overlaps: where merging found them out.
+        overflows: by tensor, elements that are not finite though all inputs are.
     """
 
     file: str | None
@@ -117,6 +118,7 @@ class Shard(Manifest):
     tensors: list[str]
     tensor_bytes: int
     overlaps: list[TensorOverlap]
+    overflows: dict[str, int] = {}
 
     def sound(self, directory: str) -> bool:
         if self.file is None:
@@ -339,6 +341,7 @@ def _write(job: Job, part: Part, overlap: GroupOverlap | None, scratch: str) -> 
             TensorOverlap.of(tensor, overlap, rescaling, job.agents)
             for tensor, (overlap, rescaling) in record.tensors().items()
         ],
+        overflows=record.overflows,
     )
 
 

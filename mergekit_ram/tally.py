@@ -1,7 +1,8 @@
-"""Tallies which agents moved an element, and which way, over any number of blocks of elements.
+"""Tallies which agents moved an element, and which way, over any number of blocks of elements. Exact for any number of agents.
 
-Every element has a pattern: one base-3 digit an agent, 0 moved down, 1 unchanged, 2 moved up. The histogram of the
-patterns holds every count of ``overlap.OverlapCounts``, and takes one pass whatever the number of counts.
+Of few agents every element has a pattern: one base-3 digit an agent, 0 moved down, 1 unchanged, 2 moved up. The histogram
+of the patterns holds every count of ``overlap.OverlapCounts``, and takes one pass whatever the number of counts. Of many
+agents there are too many patterns; their counts are products of the matrix of their directions with itself.
 """
 
 from __future__ import annotations
@@ -10,10 +11,15 @@ import torch
 
 from mergekit_ram.overlap import OverlapCounts
 
-# Histograms up to this size stay in cache (3¹⁰ bins: ten agents); beyond, patterns are sorted instead.
+# Histograms up to this size stay in cache, and float32 holds their patterns exactly.
 _DENSE_BINS = 1 << 16
-# float64 holds every pattern of so many agents exactly.
-_MOST_AGENTS = 33
+# Columns that are multiplied at a time: their sums of 0 and ±1 are exact in float32.
+_COLUMNS = 1 << 14
+
+
+def has_patterns(agents: int) -> bool:
+    """Whether so few agents are counted by their patterns."""
+    return 3**agents <= _DENSE_BINS
 
 
 class Tally:
@@ -26,65 +32,90 @@ class Tally:
         elements: length of the longest block.
         dtype: float32 or float64, of the deltas.
         device: of the deltas.
+        nan: whether NaN is expected among the deltas. It counts as a positive delta.
     """
 
     def __init__(
-        self, agents: int, elements: int, dtype: torch.dtype, device: torch.device
+        self,
+        agents: int,
+        elements: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        nan: bool = False,
     ):
-        if agents > _MOST_AGENTS:
-            raise ValueError(
-                f"cannot count the overlap of {agents} agents, at most {_MOST_AGENTS}"
-            )
-        self.agents = agents
-        self.bins = 3**agents
-        # float32 holds integers up to 2²⁴.
-        exact = dtype if self.bins <= 1 << 24 else torch.float64
-        self._patterns = torch.empty(elements, dtype=exact, device=device)
+        self._nan = nan
         self._signs = torch.empty(elements, dtype=dtype, device=device)
-        # Both None where the patterns are too many.
-        self._single = self._folded = None
-        if self.bins <= _DENSE_BINS:
-            shape = (self.bins,) * _folds(self.bins, elements)
-            self._single = torch.zeros(self.bins, dtype=torch.int64, device=device)
-            self._folded = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._sparse = OverlapCounts.zero(agents)
-        self._block = self._patterns
+        kind = _Patterns if has_patterns(agents) else _Directions
+        self._blocks = kind(agents, elements, dtype, device)
+
+    @staticmethod
+    def bytes_per_element(agents: int) -> int:
+        """Scratch for every element of a block that grows with the number of agents."""
+        return 0 if has_patterns(agents) else agents
 
     def begin(self, elements: int) -> None:
         """Start a block of so many elements, unchanged by every agent."""
-        self._block = self._patterns[:elements].fill_((self.bins - 1) // 2)
+        self._blocks.begin(elements)
 
     def patterns(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Start a block whose patterns the caller fills in, instead of adding agents.
+        """Start a block whose patterns the caller fills in, instead of adding agents. Only of few agents.
 
         Args:
             dtype: what the caller would like to fill in; it gets that if it holds every pattern exactly.
         """
-        exact = self.bins <= 2 / torch.finfo(dtype).eps
-        patterns = self._patterns.view(dtype) if exact else self._patterns
-        self._block = patterns[:elements]
-        return self._block
+        return self._blocks.uninitialized(elements, dtype)
 
     def add(self, agent: int, delta: torch.Tensor) -> None:
         """Take the block's deltas ``[elements]`` of an agent: negative, zero or positive."""
-        signs = torch.sign(delta, out=self._signs[: delta.shape[0]])
-        self._block.add_(signs, alpha=3**agent)
+        signs = self._signs[: delta.shape[0]]
+        if self._nan:
+            delta = torch.nan_to_num(delta, nan=1.0, out=signs)
+        self._blocks.add(agent, torch.sign(delta, out=signs))
 
     def end(self) -> None:
         """Count the block."""
-        if self._folded is not None:
-            self._count_dense(self._block)
-        else:
-            patterns, times = self._block.to(torch.int64).unique(return_counts=True)
-            self._sparse += _decode(patterns, times, self.agents)
+        self._blocks.end()
 
-    def _count_dense(self, values: torch.Tensor) -> None:
-        """Count the values of a block in the tables.
+    def counts(self) -> OverlapCounts:
+        """Counts of all blocks ended so far."""
+        return self._blocks.counts()
+
+
+class _Patterns:
+    """Blocks of few agents."""
+
+    def __init__(
+        self, agents: int, elements: int, dtype: torch.dtype, device: torch.device
+    ):
+        self.agents = agents
+        self.bins = 3**agents
+        self._patterns = torch.empty(elements, dtype=dtype, device=device)
+        shape = (self.bins,) * _folds(self.bins, elements)
+        self._single = torch.zeros(self.bins, dtype=torch.int64, device=device)
+        self._folded = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._block = self._patterns
+
+    def begin(self, elements: int) -> None:
+        self._block = self._patterns[:elements].fill_((self.bins - 1) // 2)
+
+    def uninitialized(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        exact = self.bins <= 2 / torch.finfo(dtype).eps
+        self._block = (self._patterns.view(dtype) if exact else self._patterns)[
+            :elements
+        ]
+        return self._block
+
+    def add(self, agent: int, signs: torch.Tensor) -> None:
+        self._block.add_(signs, alpha=3**agent)
+
+    def end(self) -> None:
+        """Count the patterns of the block in the tables.
 
         Counting is one dependent memory access a value. Folding the block in two or three, so that one access
         counts two or three values, saves as much while the table stays in cache.
         """
-        folds = self._folded.dim()
+        values, folds = self._block, self._folded.dim()
         length = values.numel() // folds
         code, *others = values[: length * folds].view(folds, length)
         code = code.to(self._patterns.dtype)
@@ -98,14 +129,40 @@ class Tally:
             self._single += torch.bincount(rest.to(narrow), minlength=self.bins)
 
     def counts(self) -> OverlapCounts:
-        """Counts of all blocks ended so far."""
-        if self._folded is None:
-            return self._sparse
         times = self._single.clone()
         for axis in range(self._folded.dim()):
             times += self._folded.movedim(axis, 0).reshape(self.bins, -1).sum(1)
         (patterns,) = torch.nonzero(times, as_tuple=True)
-        return _decode(patterns, times[patterns], self.agents)
+        times = times[patterns].cpu()
+        digits = 3 ** torch.arange(self.agents)
+        signs = patterns.cpu()[:, None] // digits % 3 - 1
+        return _counts(signs.T, times)
+
+
+class _Directions:
+    """Blocks of many agents: int8 ``[agents, elements]``, −1, 0 or 1."""
+
+    def __init__(
+        self, agents: int, elements: int, dtype: torch.dtype, device: torch.device
+    ):
+        self.agents = agents
+        self._signs = torch.empty(agents, elements, dtype=torch.int8, device=device)
+        self._block = self._signs
+        self._counted = OverlapCounts.zero(agents)
+
+    def begin(self, elements: int) -> None:
+        self._block = self._signs[:, :elements].zero_()
+
+    def add(self, agent: int, signs: torch.Tensor) -> None:
+        self._block[agent].copy_(signs)
+
+    def end(self) -> None:
+        for columns in self._block.split(_COLUMNS, dim=1):
+            times = torch.ones(columns.shape[1], device=columns.device)
+            self._counted += _counts(columns.float(), times)
+
+    def counts(self) -> OverlapCounts:
+        return self._counted
 
 
 def _folds(bins: int, elements: int) -> int:
@@ -114,26 +171,26 @@ def _folds(bins: int, elements: int) -> int:
     return max(folds for folds in (1, 2, 3) if folds == 1 or bins**folds <= most)
 
 
-def _decode(patterns: torch.Tensor, times: torch.Tensor, agents: int) -> OverlapCounts:
-    """Counts of ``times[p]`` elements of ``patterns[p]``, both int64 ``[patterns]``."""
-    patterns, times = patterns.cpu(), times.cpu()
-    digits = 3 ** torch.arange(agents)
-    signs = patterns[:, None] // digits % 3 - 1
+def _counts(signs: torch.Tensor, times: torch.Tensor) -> OverlapCounts:
+    """Counts of columns of signs ``[agents, columns]``, the k-th one met ``times[k]`` times; both of one dtype."""
+    agents = signs.shape[0]
     changed = signs.abs()
-    changers = changed.sum(1)
-    others = torch.nn.functional.one_hot((changers - 1).clamp(min=0), max(agents, 1))
-    weighted = (changed * times[:, None]).T
-    pairwise = weighted @ changed
-    agreement = (signs * times[:, None]).T @ signs
-    conflicting = signs.sum(1).abs() != changers
+    changers = changed.sum(0)
+    others = torch.nn.functional.one_hot(
+        (changers.long() - 1).clamp(min=0), max(agents, 1)
+    ).to(signs.dtype)
+    weighted = changed * times
+    pairwise = weighted @ changed.T
+    agreement = (signs * times) @ signs.T
+    conflicting = signs.sum(0).abs() != changers
     return OverlapCounts(
         total=int(times.sum()),
         histogram=_table(weighted @ others[:, :agents]),
         pairwise=_table(pairwise),
-        pairwise_conflicts=_table((pairwise - agreement) // 2),
+        pairwise_conflicts=_table((pairwise - agreement).long() // 2),
         sign_conflicts=int(times[conflicting].sum()),
     )
 
 
 def _table(values: torch.Tensor) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(tuple, values.tolist()))
+    return tuple(map(tuple, values.long().tolist()))

@@ -8,7 +8,6 @@ outer graph still falls into one island per tensor for mergekit's multi-GPU exec
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional, Union
@@ -25,7 +24,7 @@ from pydantic import ConfigDict
 from mergekit_ram.errors import MergeError
 from mergekit_ram.methods import (
     MEASURE,
-    NOTE,
+    RECORD,
     RESCALING,
     RamMethod,
     rescaling_by_agent,
@@ -124,11 +123,9 @@ class RamMerge(ExecuteMergeMethodTask, Task[torch.Tensor]):
         tensors: dict[ModelReference, torch.Tensor],
         overlap: Optional[GroupOverlap] = None,
     ) -> Optional[torch.Tensor]:
-        if overlap is None:
-            note = functools.partial(self.record.add, self.output_weight.name)
-            extra = {NOTE: note}
-        else:
-            extra = {RESCALING: rescaling_by_agent(overlap, self.parameters)}
+        extra: dict[str, Any] = {RECORD: self.record}
+        if overlap is not None:
+            extra[RESCALING] = rescaling_by_agent(overlap, self.parameters)
         return _execute_with(self, tensors, extra)
 
 
@@ -165,7 +162,7 @@ class WriteReport(Task[Report]):
 
     def execute(self, _finalized: None) -> Report:
         report = self.record.report()
-        self.record.warn(*report.advice())
+        self.record.warn(*report.advice(), *self.record.overflow_warnings())
         report = report.model_copy(update={"warnings": self.record.warnings})
         report.write(self.out_path)
         return report

@@ -50,9 +50,9 @@ def test_compiled_merges_and_counts_are_the_same_to_the_bit(dtypes, monkeypatch)
     compiled_blocks = []
     take_block = compiled.take_block
 
-    def watched(*arguments):
+    def watched(*arguments, **options):
         compiled_blocks.append(arguments)
-        return take_block(*arguments)
+        return take_block(*arguments, **options)
 
     monkeypatch.setattr(compiled, "enabled", lambda: True)
     monkeypatch.setattr(compiled, "take_block", watched)

@@ -79,10 +79,29 @@ def test_tally_of_many_elements_and_agents(agents, active):
     assert_counts(tally(signs, cuts=(1000, 2000)), expected(signs))
 
 
-def test_more_agents_than_can_be_counted_are_refused():
-    Tally(33, 1, torch.float32, torch.device("cpu"))
-    with pytest.raises(ValueError, match="34 agents.*33"):
-        Tally(34, 1, torch.float32, torch.device("cpu"))
+@pytest.mark.parametrize("agents", [10, 11, 16, 34, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_counts_are_exact_for_any_number_of_agents(agents, dtype):
+    generator = np.random.default_rng(agents)
+    signs = generator.choice([-1, 0, 1], (agents, 3000), p=[0.1, 0.8, 0.1])
+    signs[:, :3] = 1, 0, -1
+    tally = Tally(agents, 2000, dtype, torch.device("cpu"))
+    for block in np.split(signs, [2000], axis=1):
+        tally.begin(block.shape[1])
+        for agent, row in enumerate(block):
+            tally.add(agent, torch.tensor(row * 0.25, dtype=dtype))
+        tally.end()
+    changed = np.abs(signs)
+    changers = changed.sum(0)
+    counts = tally.counts()
+    assert counts.total == 3000
+    for i in range(agents):
+        others = np.bincount(changers[changed[i] == 1] - 1, minlength=agents)
+        assert counts.histogram[i] == tuple(others)
+    assert np.array_equal(counts.pairwise, changed @ changed.T)
+    opposed = [[np.sum(a * b == -1) for b in signs] for a in signs]
+    assert np.array_equal(counts.pairwise_conflicts, opposed)
+    assert counts.sign_conflicts == np.sum(np.abs(signs.sum(0)) != changers)
 
 
 def test_opposite_directions_conflict_once_however_many_agents_take_part():
