@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Optional, TypeVar
@@ -165,6 +164,7 @@ def finished_parts_kept(options: MergeOptions) -> Iterator[None]:
     if not isinstance(options, ClusterOptions):
         yield
         return
+    shards.require_own(options.job_directory)
     try:
         yield
     except BaseException:
@@ -174,7 +174,7 @@ def finished_parts_kept(options: MergeOptions) -> Iterator[None]:
                 options.job_directory,
             )
         raise
-    shutil.rmtree(options.job_directory, ignore_errors=True)
+    shards.remove_own(options.job_directory)
 
 
 class _Cluster:

@@ -1,29 +1,34 @@
-"""The output directory: whole, or not there."""
+"""The output directory: whole, or not there. One merge at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
-import re
+import platform
 import shutil
-import traceback
+import time
 from collections.abc import Iterator
 
-from safetensors import SafetensorError
+from filelock import FileLock, Timeout
 
+from mergekit_ram import publishing
 from mergekit_ram.errors import WriteError
 from mergekit_ram.report import FILE_NAME, Report
 
-# What makes a directory pass for a model: the first to go, the last to come.
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_MARKS = (*_INDEXES, "config.json")
-# Another model's weights, left beside the new ones, would be read instead of them.
-_WEIGHTS = re.compile(
-    r"model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin"
-)
 _PARTIAL = ".mergekit-ram-partial"
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
+_HOLDER = "holder.json"
+_LOCK = "lock"
+_NO_ROOM = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EIO,
+    errno.EACCES,
+    errno.EPERM,
+}
 
 
 @contextlib.contextmanager
@@ -32,35 +37,125 @@ def staged_output(out_path: str) -> Iterator[str]:
 
     It lies hidden beside ``out_path``, or in it if that exists, on the same file system. After an error it is removed
     and ``out_path`` is as it was; one that a killed process left behind is removed by the next merge to the same
-    place. Of the files already in ``out_path``, weights and those that the new model has too are replaced.
+    place. A finished model that cannot be moved to ``out_path`` stays there. Of the files already in ``out_path``,
+    weights and those that the new model has too are replaced.
 
     Raises:
-        WriteError: the disk is full, or does not take the files for another reason.
+        WriteError: another merge writes there, ``out_path`` cannot be a directory, the disk is full, or does not take
+            the files for another reason.
     """
     out_path = os.path.normpath(out_path)
-    parent, name = os.path.split(os.path.abspath(out_path))
+    fault = unusable(out_path)
+    if fault:
+        raise WriteError(f"{fault}. Write the merged model to another directory")
+    partial = _partial(out_path)
+    staging = os.path.join(partial, os.path.basename(os.path.abspath(out_path)))
+    with _locked(out_path, partial):
+        publishing.recover(partial, out_path)
+        _clear(partial)
+        finished = False
+        try:
+            os.makedirs(staging)
+            _note_holder(partial)
+            yield staging
+            finished = True
+            publishing.publish(staging, out_path, partial)
+        except (OSError, WriteError) as error:
+            if finished:
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise WriteError(
+                    f"the merged model is finished but could not be moved to {out_path}: {reason}. It stays in {staging}; "
+                    "move it from there, for the next merge to the same place begins by removing it. What was in "
+                    f"{out_path} is as it was"
+                ) from error
+            if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
+                raise
+            file = os.path.join(out_path, _newest_file(staging))
+            raise unwritable(file, error.strerror) from error
+        finally:
+            if not finished or not os.path.isdir(staging) or not os.listdir(staging):
+                _clear(partial)
+
+
+def unwritable(file: str, reason: str) -> WriteError:
+    """The error of a file of the merged model that cannot be written."""
+    return WriteError(
+        f"{file} cannot be written: {reason}. Nothing of the merged model was kept"
+    )
+
+
+def unusable(out_path: str) -> str | None:
+    """Why a model cannot be written to a path, whatever the model; None if it can."""
     if os.path.isdir(out_path):
-        partial = os.path.join(out_path, _PARTIAL)
-    else:
-        partial = os.path.join(os.path.dirname(out_path), f".{name}{_PARTIAL}")
-    staging = os.path.join(partial, name)
-    shutil.rmtree(partial, ignore_errors=True)
+        return None
+    if os.path.islink(out_path):
+        return f"the output {out_path} is a link to {os.readlink(out_path)}, which is no directory"
+    existing = os.path.abspath(out_path)
+    while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    if not os.path.isdir(existing):
+        return f"the output {out_path} cannot be made: {existing} is no directory"
+    return None
+
+
+def _partial(out_path: str) -> str:
+    if os.path.isdir(out_path):
+        return os.path.join(out_path, _PARTIAL)
+    name = os.path.basename(os.path.abspath(out_path))
+    return os.path.join(os.path.dirname(out_path), f".{name}{_PARTIAL}")
+
+
+@contextlib.contextmanager
+def _locked(out_path: str, partial: str) -> Iterator[None]:
+    """Keep other merges from the output. The lock of a killed process is released by the operating system."""
+    path = os.path.join(partial, _LOCK)
+    lock = FileLock(path, timeout=0)
+    while True:
+        os.makedirs(partial, exist_ok=True)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise WriteError(
+                f"{_holder(partial)} writes to {out_path} at this moment: wait for it, or write elsewhere"
+            ) from None
+        if os.path.exists(path):
+            break
+        # Its last holder removed the file between opening and locking it.
+        lock.release()
     try:
-        os.makedirs(staging)
-        yield staging
-        for entry in os.listdir(partial):
-            final = out_path if entry == name else os.path.join(parent, entry)
-            _publish(os.path.join(partial, entry), final)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        reason = _write_failure(error)
-        if reason is None:
-            raise
-        file = os.path.join(out_path, _file_being_written(error, staging))
-        raise WriteError(
-            f"{file} cannot be written: {reason}. Nothing of the merged model was kept"
-        ) from error
+        yield
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if os.listdir(partial) == [_LOCK]:
+            shutil.rmtree(partial, ignore_errors=True)
+        lock.release()
+
+
+def _clear(partial: str) -> None:
+    """Remove everything but the lock."""
+    for entry in os.scandir(partial):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, ignore_errors=True)
+        elif entry.name != _LOCK:
+            os.unlink(entry.path)
+
+
+def _note_holder(partial: str) -> None:
+    holder = {
+        "process": os.getpid(),
+        "host": platform.node(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+    with open(os.path.join(partial, _HOLDER), "w", encoding="utf-8") as file:
+        json.dump(holder, file)
+
+
+def _holder(partial: str) -> str:
+    try:
+        with open(os.path.join(partial, _HOLDER), encoding="utf-8") as file:
+            holder = json.load(file)
+        return f"another merge (process {holder['process']} on {holder['host']}, since {holder['since']})"
+    except (OSError, ValueError, KeyError):  # it has only begun
+        return "another merge"
 
 
 def published_at(path: str) -> str:
@@ -73,29 +168,10 @@ def published_at(path: str) -> str:
     return path
 
 
-def replaces(name: str) -> bool:
-    """Whether a file of that name does not outlive a merge into its directory."""
-    return _WEIGHTS.fullmatch(name) is not None
-
-
-def _write_failure(error: Exception) -> str | None:
-    """Why writing failed, None if something else did."""
-    if isinstance(error, OSError):
-        return error.strerror if error.errno in _NO_ROOM else None
-    message = str(error).split("\n")[0]
-    if isinstance(error, SafetensorError):
-        found = re.search(r"serializing: (?:I/O error: )?(.*)", message)
-        return found and found[1] if "deserializing" not in message else None
-    if re.search(r"inline_container\.cc|PytorchStreamWriter|iostream error", message):
-        return f"the disk is full or fails ({message})"
-    return None
-
-
-def _file_being_written(error: Exception, directory: str) -> str:
-    """Name of the file; safetensors, which leaves no file behind, was given its path."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_name == "save_file" and "filename" in frame.f_locals:
-            return os.path.basename(frame.f_locals["filename"])
+def _newest_file(directory: str) -> str:
+    """Name of the file that was written last; empty if there is none."""
+    if not os.path.isdir(directory):
+        return ""
     files = [entry for entry in os.scandir(directory) if entry.is_file()]
     return max(files, key=lambda entry: entry.stat().st_mtime_ns).name if files else ""
 
@@ -109,17 +185,3 @@ def add_card_section(directory: str) -> None:
             section = Report.model_validate_json(file.read()).to_markdown()
         with open(card, "a", encoding="utf-8") as file:
             file.write("\n" + section)
-
-
-def _publish(staged: str, final: str) -> None:
-    if not os.path.isdir(staged) or not os.path.exists(final):
-        os.replace(staged, final)
-        return
-    for name in (*_MARKS, *filter(replaces, os.listdir(final))):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(final, name))
-    for name in sorted(os.listdir(staged), key=lambda name: name in _MARKS):
-        target = os.path.join(final, name)
-        if os.path.isdir(target) and not os.path.islink(target):
-            shutil.rmtree(target)
-        os.replace(os.path.join(staged, name), target)

@@ -20,6 +20,7 @@ import torch
 import yaml
 from mergekit.common import dtype_from_name
 from mergekit.merge_methods.base import BatchOptions, MergeMethod, TensorGroup
+from safetensors import SafetensorError
 
 from mergekit_ram import _autoload
 from mergekit_ram._autoload import SUPPORTED
@@ -250,6 +251,38 @@ def output_config(config: Any, architecture: Any, options: Any) -> Any:
     return merge._model_out_config(
         config, architecture, trust_remote_code=options.trust_remote_code
     )
+
+
+def extend_writer(module: ModuleType) -> None:
+    """Name the file that cannot be written, when that is one of a model that is merged by our methods.
+
+    Args:
+        module: ``mergekit.io.tensor_writer``.
+    """
+    writer = module.TensorWriter
+    _require_parameters(
+        writer, "_write_shard_task", ["shard_data", "shard_index", "shard_path"]
+    )
+    write = writer._write_shard_task
+    if getattr(write, "mergekit_ram", False):
+        return
+
+    @functools.wraps(write)
+    def extended_write(self, shard_data, shard_index, shard_path) -> None:
+        from mergekit_ram import output
+
+        try:
+            write(self, shard_data, shard_index, shard_path)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            directory = output.published_at(self.out_path)
+            if directory == self.out_path:
+                raise
+            reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+            file = os.path.join(directory, os.path.basename(shard_path))
+            raise output.unwritable(file, reason) from error
+
+    extended_write.mergekit_ram = True
+    writer._write_shard_task = extended_write
 
 
 def extend_multimerge(module: ModuleType) -> None:

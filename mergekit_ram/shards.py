@@ -6,10 +6,12 @@ whole merge was killed, finds what is done. Shards are checked by their SHA-256 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,11 +30,17 @@ from pydantic import BaseModel, ValidationError
 
 from mergekit_ram import loading, tasks
 from mergekit_ram.check.tensors import PlannedCheckpoints, output_bytes
+from mergekit_ram.checkpoint import some
 from mergekit_ram.errors import MergeError
 from mergekit_ram.overlap import GroupOverlap, OverlapCounts, Rescaling
 from mergekit_ram.report import MergeRecord, versions
 
 _HASHED_AT_ONCE = 1 << 24
+# Names that a merge gives in its job directory: the partition, manifests, shards, and what a killed process left of them.
+_OWN = re.compile(
+    r"partition\.json|\d{5}\.(counted|written)\.json|\d{5}\.(pytorch_)?model\.(safetensors|bin)"
+    r"|(partition|\d{5})\..*\.partial"
+)
 # Options that do not change a bit of a shard.
 _IRRELEVANT = {
     "quiet",
@@ -204,8 +212,8 @@ class Job:
         }
         partition = self.finished("partition.json", Partition)
         if partition is None:
-            shutil.rmtree(self.directory)
-            os.makedirs(self.directory)
+            remove_own(self.directory)
+            os.makedirs(self.directory, exist_ok=True)
             limit = -(-sum(size_of.values()) // number)
             if self.options.out_shard_size > 0:
                 limit = min(limit, self.options.out_shard_size)
@@ -383,6 +391,38 @@ def hand_over(shards: Iterable[Shard], directory: str, writer: TensorWriter) -> 
             os.replace(source, target)
         writer.weight_map.update(dict.fromkeys(shard.tensors, name))
         writer.total_size += shard.tensor_bytes
+
+
+def require_own(directory: str) -> None:
+    """Refuse a directory that holds anything else than what merges leave in one.
+
+    Raises:
+        MergeError: names some of it.
+    """
+    if os.path.lexists(directory) and not os.path.isdir(directory):
+        raise MergeError(f"the job directory {directory} is no directory: name another")
+    others = [name for name in _names(directory) if not _OWN.fullmatch(name)]
+    if others:
+        raise MergeError(
+            f"the job directory {directory} holds {some(others)}, which no merge wrote: name an empty or a new one"
+        )
+
+
+def remove_own(directory: str) -> None:
+    """Remove what a merge left in a job directory, and the directory if nothing else is in it."""
+    for name in filter(_OWN.fullmatch, _names(directory)):
+        path = os.path.join(directory, name)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+    with contextlib.suppress(OSError):  # not empty, or not there
+        os.rmdir(directory)
+
+
+def _names(directory: str) -> list[str]:
+    return sorted(os.listdir(directory)) if os.path.isdir(directory) else []
 
 
 def cut(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:

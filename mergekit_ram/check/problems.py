@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from mergekit.common import dtype_from_name
 
+from mergekit_ram import output
 from mergekit_ram.checkpoint import Checkpoint, stored_bytes
 from mergekit_ram.errors import Problem
 
@@ -59,6 +60,12 @@ def overwriting(out_path: str, model: str) -> Problem:
     )
 
 
+def place_problems(out_path: str) -> Iterator[Problem]:
+    fault = output.unusable(out_path)
+    if fault:
+        yield Problem(RECIPE, fault, "write the merged model to another directory")
+
+
 def space_problems(
     base: Checkpoint, dtype: str | None, out_path: str
 ) -> Iterator[Problem]:
@@ -66,13 +73,6 @@ def space_problems(
     existing = os.path.abspath(out_path)
     while not os.path.exists(existing):
         existing = os.path.dirname(existing)
-    if not os.path.isdir(existing):
-        yield Problem(
-            RECIPE,
-            f"the output {out_path} cannot be made: {existing} is a file",
-            "write the merged model to another directory",
-        )
-        return
     free = shutil.disk_usage(existing).free
     if needed > free:
         yield Problem(

@@ -34,6 +34,7 @@ from mergekit_ram.check.problems import (
     checkpoint_problems,
     dtype_problems,
     overwriting,
+    place_problems,
     space_problems,
 )
 from mergekit_ram.check.tensors import DescribedLoader
@@ -371,6 +372,7 @@ def _output_problems(
 ) -> Iterator[Problem]:
     if out_path is None:
         return
+    yield from place_problems(out_path)
     for model in models:
         if os.path.realpath(model.model.path) == os.path.realpath(out_path):
             yield overwriting(out_path, str(model))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import yaml
 from mergekit.common import ModelReference
 
-from mergekit_ram import output
+from mergekit_ram import publishing
 from mergekit_ram.check.combinations import Combination, agent_problems
 from mergekit_ram.check.problems import (
     NO_DTYPES,
@@ -16,6 +16,7 @@ from mergekit_ram.check.problems import (
     dtype_problems,
     number,
     overwriting,
+    place_problems,
     space_problems,
 )
 from mergekit_ram.checkpoint import Checkpoint, some
@@ -65,9 +66,10 @@ def raw_problems(
                     )
                 )
     if out_path is not None:
+        problems += place_problems(out_path)
         for reference in files:
             folder, name = os.path.split(os.path.realpath(reference.model.path))
-            if folder == os.path.realpath(out_path) and output.replaces(name):
+            if folder == os.path.realpath(out_path) and publishing.replaces(name):
                 problems.append(overwriting(out_path, str(reference)))
         if base is not None:
             dtype = config.out_dtype or config.dtype
