@@ -201,7 +201,7 @@ DRIVER = """
         import time
         from pathlib import Path
         if part.name == "00001":
-            Path(job.directory + ".stuck").touch()
+            (Path(job.directory).parent / "stuck").touch()
             time.sleep(600)
         return write_part(job, part, overlap)
 
@@ -225,7 +225,7 @@ def test_a_rerun_after_a_killed_driver_takes_over_sound_shards(
     )
     parts = tmp_path / ".remote.mergekit-ram-parts"
     written = [parts / f"0000{i}.written.json" for i in range(2, 6)]
-    stuck = tmp_path / f"{parts.name}.stuck"
+    stuck = tmp_path / "stuck"
     while not stuck.exists() or not all(p.exists() for p in written):
         assert process.poll() is None, process.stdout.read().decode()
     process.send_signal(signal.SIGKILL)
