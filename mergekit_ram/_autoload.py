@@ -14,7 +14,6 @@ SUPPORTED = ">=0.1.5,<0.2"
 _HOOKS = {
     "mergekit.merge_methods": "register_methods",
     "mergekit.plan": "extend_planner",
-    "mergekit.io.tensor_writer": "extend_writer",
     "mergekit.merge": "extend_merge",
     "mergekit.scripts.multimerge": "extend_multimerge",
     "mergekit.scripts.merge_raw_pytorch": "extend_raw_pytorch",

@@ -56,10 +56,11 @@ class ClusterOptions(MergeOptions, frozen=True):
         directory = os.path.join(parent, f".{name}.mergekit-ram-parts")
         return cls(**dict(options), ray_address=ray_address, job_directory=directory)
 
-    def of_merge(self) -> MergeOptions:
-        """mergekit's own among them."""
-        names = MergeOptions.model_fields
-        return MergeOptions(**{name: getattr(self, name) for name in names})
+
+def of_merge(options: MergeOptions) -> MergeOptions:
+    """mergekit's own among the options, which are all of a merge that runs on no cluster."""
+    names = MergeOptions.model_fields
+    return MergeOptions(**{name: getattr(options, name) for name in names})
 
 
 class MergeOnCluster(FinalizeModel):
@@ -93,7 +94,7 @@ class MergeOnCluster(FinalizeModel):
             job = shards.Job.of(
                 self.saves,
                 record,
-                options.of_merge(),
+                of_merge(options),
                 tokenizer,
                 options.job_directory,
             )

@@ -148,6 +148,7 @@ def extend_planner(module: ModuleType) -> None:
     planner = module.MergePlanner
     if hasattr(planner, "mergekit_ram_record"):
         return
+    _extend_writer()
     _require_parameters(planner, "_plan", [])
     _require_parameters(planner, "plan_tensor", ["weight"])
     _require("_tensors" in planner.__annotations__, "MergePlanner._tensors is gone")
@@ -216,7 +217,8 @@ def extend_merge(module: ModuleType) -> None:
         from mergekit_ram.check import recipes
 
         _spare_garbage_collector()
-        recipes.require_mergeable(merge_config, options, out_path)
+        plain = cluster.of_merge(options)
+        recipes.require_mergeable(merge_config, plain, out_path)
         try:
             with (
                 cluster.finished_parts_kept(options),
@@ -228,7 +230,7 @@ def extend_merge(module: ModuleType) -> None:
             raise
         except Exception:
             # Did something happen to a checkpoint meanwhile? That says more than where it was met.
-            recipes.require_mergeable(merge_config, options, out_path)
+            recipes.require_mergeable(merge_config, plain, out_path)
             raise
 
     module.run_merge = extended_run_merge
@@ -253,13 +255,11 @@ def output_config(config: Any, architecture: Any, options: Any) -> Any:
     )
 
 
-def extend_writer(module: ModuleType) -> None:
-    """Name the file that cannot be written, when that is one of a model that is merged by our methods.
+def _extend_writer() -> None:
+    """Name the file that cannot be written, when that is one of a model that is merged by our methods."""
+    from mergekit.io import tensor_writer
 
-    Args:
-        module: ``mergekit.io.tensor_writer``.
-    """
-    writer = module.TensorWriter
+    writer = tensor_writer.TensorWriter
     _require_parameters(
         writer, "_write_shard_task", ["shard_data", "shard_index", "shard_path"]
     )
@@ -330,6 +330,7 @@ def extend_raw_pytorch(module: ModuleType) -> None:
     plan, bind = module.plan_flat_merge, module.construct_param_dicts
     if hasattr(plan, "__wrapped__"):
         return
+    _extend_writer()
     _require_parameters(module, "plan_flat_merge", ["config", "options"])
     _require_parameters(module, "construct_param_dicts", ["config", "tensor_name"])
     run = getattr(module.main, "callback", None)
