@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import re
+import stat
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from mergekit.io.loader import TensorLoader
 
 LOG = logging.getLogger("mergekit_ram")
 
+# Of tensors that hold what quantized weights beside them are scaled by, or quantized weights themselves.
 _QUANTIZED_SUFFIXES = (
     ".qweight",
     ".qzeros",
@@ -30,7 +32,21 @@ _QUANTIZED_SUFFIXES = (
     ".weight.quant_map",
     ".SCB",
     ".weight_packed",
+    ".weight_scale_2",
+    ".weight_zero_point",
+    ".weight.nested_absmax",
+    ".scale_inv",
+    ".scale_weight",
+    ".input_scale",
+    ".g_idx",
+    ".qzeros",
+    "_scale_inv",
 )
+# Names of float8 dtypes, as safetensors and as torch calls them, and of integers that only quantized weights have.
+_EIGHT_BITS = re.compile(r"F8_.*|F4|F6_.*|torch\.float(8|4).*")
+_INTEGERS = re.compile(r"[IU](8|16)|torch\.u?int(8|16)")
+# What an index of a million tensors takes; more is no index.
+_LARGEST_INDEX = 200_000_000
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -60,11 +76,13 @@ class Checkpoint:
         tensors: by name.
         faults: what is wrong with its files, each naming the file.
         quantization: how its weights are quantized, None if they are not.
+        leftover: the quantization that its config speaks of although its weights are plain floats, None if it does not.
     """
 
     tensors: Mapping[str, TensorHeader] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
     quantization: str | None = None
+    leftover: str | None = None
 
     @property
     def float32(self) -> bool:
@@ -82,38 +100,54 @@ class Checkpoint:
         if os.path.isdir(path):
             return cls.of_directory(path, config)
         tensors = _hub_tensors(path, model.model.revision)
-        return cls(tensors, (), _quantization(tensors, config))
+        return cls._judged(tensors, (), getattr(config, "quantization_config", None))
 
     @classmethod
     def of_directory(cls, path: str, config: Any = None) -> Checkpoint:
         """Describe a local checkpoint."""
         tensors, faults = _local_tensors(path)
-        return cls(tensors, tuple(faults), _quantization(tensors, config))
+        if config is None:
+            settings = _quantization_settings(os.path.join(path, "config.json"))
+        else:
+            settings = getattr(config, "quantization_config", None)
+        return cls._judged(tensors, tuple(faults), settings)
 
     @classmethod
-    def of_file(cls, path: str) -> Checkpoint:
-        """Describe a single safetensors or pickle file."""
+    def _judged(
+        cls, tensors: Mapping[str, TensorHeader], faults: tuple[str, ...], settings: Any
+    ) -> Checkpoint:
+        """Judge by the headers whether weights are quantized, by the config's settings only where there are none."""
+        found, said = _quantization(tensors), _quantization_method(settings)
+        if said is None or found:
+            return cls(tensors, faults, found and (said or found))
+        if not tensors:
+            return cls(tensors, faults, said)
+        return cls(tensors, faults, leftover=said)
+
+    @classmethod
+    def of_file(cls, path: str, *, strict: bool = True) -> Checkpoint:
+        """Describe a single safetensors or pickle file.
+
+        Args:
+            strict: what is no tensor is a fault, as to ``mergekit-pytorch``; False leaves it out, as mergekit does that
+                loads a model's tensors by their names.
+        """
         try:
-            tensors = _file_tensors(path)
+            tensors = _file_tensors(path, strict)
         except _UnreadableError as error:
             return cls(faults=(f"{path}: {error}",))
-        return cls(tensors, (), _quantization(tensors, None))
+        return cls(tensors, (), _quantization(tensors))
 
 
 class _UnreadableError(Exception):
     """A file of weights that cannot be read; the message says why, and leaves the file to be named."""
 
 
-def _file_tensors(path: str) -> dict[str, TensorHeader]:
-    try:
-        # The system's reasons are clearer than what safetensors and torch make of them.
-        with open(path, "rb"):
-            pass
-    except OSError as error:
-        raise _UnreadableError(error.strerror) from None
+def _file_tensors(path: str, strict: bool) -> dict[str, TensorHeader]:
+    _require_regular(path)
     if path.lower().endswith(".safetensors"):
         return _safetensors_tensors(path)
-    return _pickled_tensors(path)
+    return _pickled_tensors(path, strict)
 
 
 def _safetensors_tensors(path: str) -> dict[str, TensorHeader]:
@@ -124,11 +158,11 @@ def _safetensors_tensors(path: str) -> dict[str, TensorHeader]:
                 name: TensorHeader(tuple(view.get_shape()), view.get_dtype())
                 for name, view in views.items()
             }
-    except (OSError, safetensors.SafetensorError) as error:
+    except (OSError, OverflowError, ValueError, safetensors.SafetensorError) as error:
         raise _UnreadableError(f"{error}; it is damaged or incomplete") from None
 
 
-def _pickled_tensors(path: str) -> dict[str, TensorHeader]:
+def _pickled_tensors(path: str, strict: bool) -> dict[str, TensorHeader]:
     """Tensors of a pickle, by mergekit's own loaders, which build nothing but tensors."""
     try:
         stored = _unpickled(path)
@@ -138,13 +172,22 @@ def _pickled_tensors(path: str) -> dict[str, TensorHeader]:
             f"not a pickle of tensors, or damaged ({reason})"
         ) from None
     tensors = {}
+    if not isinstance(stored, Mapping):
+        raise _UnreadableError(
+            f"a {type(stored).__name__}, not a dictionary of tensors"
+        )
+    others = []
     for name, tensor in stored.items():
         if not isinstance(getattr(tensor, "dtype", None), torch.dtype):
-            raise _UnreadableError(
-                f"{name} is not a tensor; mergekit reads plain dictionaries of tensors only"
-            )
+            others.append(name)
+            continue
         dtype = _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
         tensors[name] = TensorHeader(tuple(tensor.shape), dtype)
+    if others and (strict or not tensors):
+        raise _UnreadableError(
+            f"{some(others)} is not a tensor, and mergekit reads plain dictionaries of tensors only: if the weights lie "
+            "in a dictionary of their own, save the one that holds the weights alone"
+        )
     return tensors
 
 
@@ -153,8 +196,8 @@ def _unpickled(path: str) -> Mapping[str, Any]:
     if zipfile.is_zipfile(path):
         try:
             return TensorLoader.get(path, use_lazy_unpickle=True).index
-        except pickle.UnpicklingError:
-            pass  # The lazy loader knows fewer classes than torch's weights-only one.
+        except (pickle.UnpicklingError, TypeError, ValueError):
+            pass  # The lazy loader knows fewer classes and dtypes than torch's weights-only one.
     return TensorLoader.get(path, device="meta").tensors
 
 
@@ -165,7 +208,7 @@ def _local_tensors(directory: str) -> tuple[dict[str, TensorHeader], list[str]]:
         if os.path.exists(path + ".index.json"):
             return _sharded_tensors(directory, path + ".index.json")
         if os.path.exists(path):
-            header = Checkpoint.of_file(path)
+            header = Checkpoint.of_file(path, strict=False)
             return dict(header.tensors), list(header.faults)
     return {}, [f"{directory}: no model.safetensors or pytorch_model.bin, nor an index"]
 
@@ -181,7 +224,12 @@ def _sharded_tensors(
     found: dict[str, TensorHeader] = {}
     faults = []
     for shard in shards:
-        header = Checkpoint.of_file(os.path.join(directory, shard))
+        if os.path.isabs(shard) or os.pardir in shard.replace("\\", "/").split("/"):
+            faults.append(
+                f"{index}: it names {shard}, which lies outside the model's directory"
+            )
+            continue
+        header = Checkpoint.of_file(os.path.join(directory, shard), strict=False)
         faults += header.faults
         listed = [name for name, its_shard in shard_of.items() if its_shard == shard]
         if header.tensors:
@@ -196,6 +244,9 @@ def _sharded_tensors(
 
 def _weight_map(index: str) -> dict[str, str]:
     """File by tensor, as an index says."""
+    _require_regular(index)
+    if os.path.getsize(index) > _LARGEST_INDEX:
+        raise _UnreadableError(f"not an index: it has {os.path.getsize(index)} bytes")
     try:
         with open(index, encoding="utf-8") as file:
             content = json.load(file)
@@ -227,19 +278,50 @@ def _hub_tensors(repo: str, revision: str | None) -> dict[str, TensorHeader]:
     }
 
 
-def _quantization(tensors: Mapping[str, TensorHeader], config: Any) -> str | None:
-    settings = getattr(config, "quantization_config", None)
-    if settings is not None:
-        if not isinstance(settings, Mapping):
-            settings = vars(settings)
-        method = settings.get("quant_method")
-        return str(getattr(method, "value", method) or "quantized")
+def _require_regular(path: str) -> None:
+    """Refuse what is no file, before reading it hangs, and one that cannot be opened.
+
+    A link is what it points to, as the files of the Hub's cache are.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise _UnreadableError("it is no regular file")
+        # The system's reasons are clearer than what safetensors and torch make of them.
+        with open(path, "rb"):
+            pass
+    except OSError as error:
+        raise _UnreadableError(error.strerror) from None
+
+
+def _quantization(tensors: Mapping[str, TensorHeader]) -> str | None:
+    """How weights are quantized, by their dtypes and by the tensors that go with quantized ones."""
     for name, header in tensors.items():
-        if header.dtype and header.dtype.startswith("F8"):
-            return f"{header.dtype} weights"
+        if _EIGHT_BITS.fullmatch(header.dtype or ""):
+            return f"{header.dtype.removeprefix('torch.')} weights"
         if name.endswith(_QUANTIZED_SUFFIXES) or ".quant_state." in name:
             return f"quantized weights ({name})"
+        if name.endswith(".weight") and _INTEGERS.fullmatch(header.dtype or ""):
+            return f"{header.dtype.removeprefix('torch.')} weights ({name})"
     return None
+
+
+def _quantization_settings(config_path: str) -> Any:
+    """What a config.json says of quantization, None if it cannot be read."""
+    try:
+        with open(config_path, encoding="utf-8") as file:
+            return json.load(file).get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _quantization_method(settings: Any) -> str | None:
+    if settings is None:
+        return None
+    if not isinstance(settings, Mapping):
+        settings = vars(settings)
+    method = settings.get("quant_method")
+    return str(getattr(method, "value", method) or "quantized")
 
 
 def stored_bytes(tensors: Mapping[str, TensorHeader], dtype: str | None) -> int:

@@ -94,7 +94,8 @@ def unusable(out_path: str) -> str | None:
     while not os.path.lexists(existing):
         existing = os.path.dirname(existing)
     if not os.path.isdir(existing):
-        return f"the output {out_path} cannot be made: {existing} is no directory"
+        kind = "file" if os.path.isfile(existing) else "link that leads nowhere"
+        return f"the output {out_path} cannot be made: {existing} is a {kind}"
     return None
 
 
@@ -174,6 +175,16 @@ def _newest_file(directory: str) -> str:
         return ""
     files = [entry for entry in os.scandir(directory) if entry.is_file()]
     return max(files, key=lambda entry: entry.stat().st_mtime_ns).name if files else ""
+
+
+def drop_quantization(directory: str) -> None:
+    """Leave out of a written model's config what it says of quantization: merged weights are floats."""
+    path = os.path.join(directory, "config.json")
+    with open(path, encoding="utf-8") as file:
+        config = json.load(file)
+    if config.pop("quantization_config", None) is not None:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def add_card_section(directory: str) -> None:

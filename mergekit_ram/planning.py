@@ -225,6 +225,7 @@ def extend_merge(module: ModuleType) -> None:
                 output.staged_output(out_path) as staging,
             ):
                 run_merge(merge_config, staging, options, *args, **kwargs)
+                output.drop_quantization(staging)
                 output.add_card_section(staging)
         except MergeError:
             raise
@@ -523,7 +524,11 @@ def _require_mergeable(
     problems += tensors.tensor_problems(merges, checkpoints)
     if problems:
         raise RecipeError(record.method, problems)
-    record.warn(*tensors.rounding_warnings(record.agents, checkpoints, dtype))
+    models = dict.fromkeys(model for merge in merges for model in merge.model_order)
+    record.warn(
+        *tensors.leftover_warnings(models, checkpoints),
+        *tensors.rounding_warnings(record.agents, checkpoints, dtype),
+    )
 
 
 def _note_weights(

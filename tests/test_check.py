@@ -230,6 +230,9 @@ def gptq(shop, recipe):
 
 
 def awq(shop, recipe):
+    weights = shop.weights(1)
+    weights["model.layers.0.mlp.up_proj.qweight"] = torch.zeros(4, dtype=torch.int32)
+    shop.save(1, weights)
     shop.configure(1, quantization_config={"quant_method": "awq", "bits": 4})
     return [(shop.agents[1], ["quantized", "awq"])]
 
@@ -245,7 +248,11 @@ def bitsandbytes(shop, recipe):
 
 
 def bitsandbytes_by_config(shop, recipe):
-    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    weights = shop.weights(2)
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name] = torch.zeros_like(weights[name], dtype=torch.int8)
+    shop.save(2, weights)
+    settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     shop.configure(2, quantization_config=settings)
     return [(shop.agents[2], ["quantized", "bitsandbytes"])]
 

@@ -31,6 +31,18 @@ class DescribedLoader(LazyTensorLoader):
         self.checkpoint = checkpoint
 
 
+def leftover_warnings(
+    models: Iterable[ModelReference], checkpoints: PlannedCheckpoints
+) -> list[str]:
+    """Warn of configs that speak of quantization although the weights are plain floats."""
+    return [
+        f"{model}: its config.json has a quantization_config ({leftover}), but its weights are plain floats. It is merged "
+        "by them, and the merged config.json has none"
+        for model in models
+        if (leftover := checkpoints.of(model).leftover)
+    ]
+
+
 def rounding_warnings(
     agents: Iterable[ModelReference],
     checkpoints: PlannedCheckpoints,
