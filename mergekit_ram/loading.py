@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +12,8 @@ from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
 from mergekit.io.loader import TensorLoader
 from mergekit.io.tasks import GatherTensors, LoaderCache
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
+
+from mergekit_ram.checkpoint.files import spans
 
 # Per model, beyond the tensor at hand: what a disk reads in a fraction of a second.
 _AHEAD_BYTES = 64 << 20
@@ -100,7 +100,7 @@ class _ReadAhead:
         """Where in its file a tensor starts, and its bytes."""
         file = self._index.tensor_paths[name]
         if file not in self._spans:
-            self._spans[file] = _spans(os.path.join(self._index.base_path, file))
+            self._spans[file] = spans(os.path.join(self._index.base_path, file))
         return self._spans[file].get(name, (0, 0))
 
 
@@ -122,18 +122,6 @@ def _cached(file: int, offset: int) -> bool:
         return os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except (OSError, AttributeError):
         return False
-
-
-def _spans(path: str) -> dict[str, tuple[int, int]]:
-    """First byte and number of bytes of every tensor in a safetensors file."""
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    spans = {name: entry["data_offsets"] for name, entry in header.items()}
-    return {
-        name: (8 + length + start, end - start) for name, (start, end) in spans.items()
-    }
 
 
 def stream(merges: Iterable[ExecuteMergeMethodTask]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from filelock import FileLock, Timeout
 
 from mergekit_ram import publishing
+from mergekit_ram.checkpoint.quantization import CONFIG_KEYS
 from mergekit_ram.errors import WriteError
 from mergekit_ram.report import FILE_NAME, Report
 
@@ -94,8 +95,7 @@ def unusable(out_path: str) -> str | None:
     while not os.path.lexists(existing):
         existing = os.path.dirname(existing)
     if not os.path.isdir(existing):
-        kind = "file" if os.path.isfile(existing) else "link that leads nowhere"
-        return f"the output {out_path} cannot be made: {existing} is a {kind}"
+        return f"the output {out_path} cannot be made: {existing} is no directory"
     return None
 
 
@@ -178,13 +178,16 @@ def _newest_file(directory: str) -> str:
 
 
 def drop_quantization(directory: str) -> None:
-    """Leave out of a written model's config what it says of quantization: merged weights are floats."""
+    """Leave out of a written model's config how weights were quantized once: what was merged is plain."""
     path = os.path.join(directory, "config.json")
+    if not os.path.exists(path):
+        return
     with open(path, encoding="utf-8") as file:
         config = json.load(file)
-    if config.pop("quantization_config", None) is not None:
+    plain = {key: value for key, value in config.items() if key not in CONFIG_KEYS}
+    if plain != config:
         with open(path, "w", encoding="utf-8") as file:
-            file.write(json.dumps(config, indent=2, sort_keys=True) + "\n")
+            file.write(json.dumps(plain, indent=2, sort_keys=True) + "\n")
 
 
 def add_card_section(directory: str) -> None:

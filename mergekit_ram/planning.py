@@ -351,6 +351,7 @@ def extend_raw_pytorch(module: ModuleType) -> None:
             tensor_union=tensor_union,
             tensor_intersection=tensor_intersection,
             out_path=output.published_at(out_path) if out_path else None,
+            lazy=options.lazy_unpickle,
         )
         if not problems:
             return planned(method, *arguments)
@@ -524,11 +525,8 @@ def _require_mergeable(
     problems += tensors.tensor_problems(merges, checkpoints)
     if problems:
         raise RecipeError(record.method, problems)
-    models = dict.fromkeys(model for merge in merges for model in merge.model_order)
-    record.warn(
-        *tensors.leftover_warnings(models, checkpoints),
-        *tensors.rounding_warnings(record.agents, checkpoints, dtype),
-    )
+    record.warn(*tensors.rounding_warnings(record.agents, checkpoints, dtype))
+    record.warn(*checkpoints.quantization_warnings())
 
 
 def _note_weights(

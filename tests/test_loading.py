@@ -49,7 +49,7 @@ def test_what_comes_next_is_read_ahead_once_and_within_bounds(
     monkeypatch.setattr(loading, "_cached", lambda *_: False)
     monkeypatch.setattr(loading, "_AHEAD_BYTES", 2 * SIZE)
     order = ["t3", "t0", "t5", "t1", "t4"]
-    spans = loading._spans(str(tmp_path / "model.safetensors"))
+    spans = loading.spans(str(tmp_path / "model.safetensors"))
     for asked, reached in ((order[:1], 3), (order[:2], 4), (order, 5)):
         advised.clear()
         loaded = load(tmp_path, order, asked)

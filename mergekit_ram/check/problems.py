@@ -28,7 +28,7 @@ def number(tensors: Sequence[str]) -> str:
 
 def checkpoint_problems(where: str, checkpoint: Checkpoint) -> Iterator[Problem]:
     for fault in checkpoint.faults:
-        yield Problem(where, fault, "download or save the checkpoint again")
+        yield Problem(where, fault.what, fault.remedy)
     if checkpoint.quantization:
         yield Problem(
             where,

@@ -28,6 +28,7 @@ from mergekit_ram.check.combinations import (
     combination_problems,
     combinations,
 )
+from mergekit_ram.check.config_files import is_adapter, read_config
 from mergekit_ram.check.problems import (
     NO_DTYPES,
     RECIPE,
@@ -49,22 +50,22 @@ class _Model:
     reference: ModelReference
     checkpoint: Checkpoint
     config: Any
-    config_fault: str | None
+    config_problem: Problem | None
 
     @property
     def quantized(self) -> bool:
         return self.checkpoint.quantization is not None
 
     @classmethod
-    def read(cls, reference: ModelReference, trust_remote_code: bool) -> _Model:
+    def read(cls, reference: ModelReference, options: MergeOptions) -> _Model:
         path = reference.model.path
-        if path.startswith((".", "/", "~")) and not os.path.isdir(path):
-            return cls(reference, Checkpoint(), None, "there is no such directory")
-        try:
-            config, fault = reference.config(trust_remote_code=trust_remote_code), None
-        except Exception as error:  # transformers raises a dozen kinds
-            config, fault = None, textwrap.shorten(str(error), 300)
-        return cls(reference, Checkpoint.of(reference, config), config, fault)
+        config, problem = read_config(reference, options.trust_remote_code)
+        missing = path.startswith((".", "/", "~")) and not os.path.isdir(path)
+        if missing or (os.path.isdir(path) and is_adapter(path)):
+            return cls(reference, Checkpoint(), None, problem)
+        lazy = options.lazy_unpickle
+        checkpoint = Checkpoint.of(reference, config, lazy=lazy)
+        return cls(reference, checkpoint, config, problem)
 
 
 def check(
@@ -82,7 +83,8 @@ def check(
     """
     models = _read_models(config, options, pending)
     problems = _recipe_problems(config, options, models, out_path)
-    return [*problems, *_planned_problems(config, options, models, problems)]
+    problems += _planned_problems(config, options, models, problems)
+    return list(dict.fromkeys(problems))
 
 
 def check_steps(
@@ -142,7 +144,7 @@ def _read_models(
     return {
         reference: _Model(reference, Checkpoint(), None, None)
         if reference.model.path in pending
-        else _Model.read(reference, options.trust_remote_code)
+        else _Model.read(reference, options)
         for reference in sorted(config.referenced_models(), key=str)
     }
 
@@ -182,7 +184,7 @@ def _planned_problems(
     config = _without(config, unplanned)
     try:
         with _described_loaders(models, options):
-            architecture = _architecture(config, options)
+            architecture = _architecture(config, options, models)
             if architecture is None:
                 return []
             MergePlanner(
@@ -237,12 +239,8 @@ def _described_loaders(models: _Models, options: MergeOptions) -> Iterator[None]
 
 def _model_problems(model: _Model) -> Iterator[Problem]:
     where = str(model.reference)
-    if model.config_fault:
-        yield Problem(
-            where,
-            f"its config cannot be read: {model.config_fault}",
-            "check the path; a model needs its config.json beside its weights",
-        )
+    if model.config_problem:
+        yield model.config_problem
     lora = model.reference.lora
     if lora and os.path.isdir(lora.path):
         adapter = os.path.join(lora.path, "adapter_config.json")
@@ -277,7 +275,7 @@ def _architecture_problems(
     alike = [model for model in configs if model not in others]
     try:
         known = _without(config, {model for model in models if model not in alike})
-        architecture = _architecture(known, options)
+        architecture = _architecture(known, options, models)
     except Exception as error:  # mergekit's, of models that it does not know
         yield Problem(RECIPE, f"unknown architecture: {error}", "update mergekit")
         return
@@ -315,17 +313,16 @@ def _config_problems(
 
 
 def _architecture(
-    config: MergeConfiguration, options: MergeOptions
+    config: MergeConfiguration, options: MergeOptions, models: _Models
 ) -> ModelArchitecture | None:
-    """What mergekit knows of the architecture; None if only weights could show it and some are not at hand."""
-    models = config.referenced_models()
+    """What mergekit knows of the architecture; None if only weights could show it and some are not at hand, or damaged."""
+    named = config.referenced_models()
     described = all(
         arch_info_for_config(model.config(options.trust_remote_code)) is not None
-        for model in models
+        for model in named
     )
-    if not described and not all(map(_at_hand, models)):
-        return None
-    return get_architecture_info(config, options)
+    usable = all(_at_hand(m) and not models[m].checkpoint.faults for m in named)
+    return get_architecture_info(config, options) if described or usable else None
 
 
 def _at_hand(model: ModelReference) -> bool:

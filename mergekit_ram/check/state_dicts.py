@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import yaml
@@ -32,6 +33,7 @@ def raw_problems(
     tensor_union: bool,
     tensor_intersection: bool,
     out_path: str | None,
+    lazy: bool = False,
 ) -> list[Problem]:
     """What is wrong with the files of a ``mergekit-pytorch`` recipe. Shapes are compared once planned.
 
@@ -39,11 +41,12 @@ def raw_problems(
         tensor_union: merge every tensor that a model has.
         tensor_intersection: merge the tensors that all models have.
         out_path: where the merged file goes, for disk space and for not overwriting an input.
+        lazy: whether pickles are read with ``--lazy-unpickle``.
     """
     models = tuple(_file_reference(model.model) for model in config.models)
     base = _file_reference(config.base_model) if config.base_model else None
     files = {
-        reference: Checkpoint.of_file(reference.model.path)
+        reference: Checkpoint.of_file(reference.model.path, lazy=lazy)
         for reference in dict.fromkeys([*models, *([base] if base else [])])
     }
     problems = [
@@ -52,6 +55,19 @@ def raw_problems(
     ]
     for reference, file in files.items():
         problems += checkpoint_problems(str(reference), file)
+        others = [
+            name
+            for name in file.others
+            if not tensor_intersection or _everywhere(name, files)
+        ]
+        if others:
+            problems.append(
+                Problem(
+                    str(reference),
+                    f"{some(others)} is not a tensor; mergekit-pytorch merges plain dictionaries of tensors only",
+                    "save the tensors without it",
+                )
+            )
     if not (tensor_union or tensor_intersection):
         # mergekit would drop what only the base has, without a word.
         names = dict.fromkeys(n for file in files.values() for n in file.tensors)
@@ -96,14 +112,18 @@ def require_readable(recipe_path: str) -> None:
 
 
 def plannable_raw(config: RawPyTorchMergeConfig) -> RawPyTorchMergeConfig:
-    """The recipe as far as it can be planned: without dtypes, unreadable files and the second mention of any."""
-    readable = {
-        model.model: model
-        for model in reversed(config.models)
-        if not Checkpoint.of_file(model.model).faults
-    }
-    models = [m for m in config.models if readable.get(m.model) is m]
+    """The recipe as far as it can be planned: without dtypes, unusable files and the second mention of any."""
+    usable = {}
+    for model in reversed(config.models):
+        file = Checkpoint.of_file(model.model)
+        if not (file.faults or file.quantization):
+            usable[model.model] = model
+    models = [m for m in config.models if usable.get(m.model) is m]
     return config.model_copy(update={**NO_DTYPES, "models": models})
+
+
+def _everywhere(name: str, files: Mapping[ModelReference, Checkpoint]) -> bool:
+    return all(name in file.tensors or name in file.others for file in files.values())
 
 
 def _file_reference(path: str) -> ModelReference:

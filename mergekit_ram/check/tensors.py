@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference, dtype_from_name
@@ -14,11 +15,13 @@ from mergekit.merge_methods.task_adapter import (
     ExecuteMergeMethodTask,
     TensorDictWrapper,
 )
+from mergekit.scripts.merge_raw_pytorch import SimpleLoaderCache
 from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 
-from mergekit_ram.check.problems import number
+from mergekit_ram.check.problems import checkpoint_problems, number
 from mergekit_ram.checkpoint import Checkpoint, TensorHeader, some, stored_bytes
+from mergekit_ram.checkpoint.quantization import quantizer_of
 from mergekit_ram.errors import Problem
 
 
@@ -29,18 +32,6 @@ class DescribedLoader(LazyTensorLoader):
         paths = dict.fromkeys(checkpoint.tensors, "")
         super().__init__(ShardedTensorIndex("", True, paths, []))
         self.checkpoint = checkpoint
-
-
-def leftover_warnings(
-    models: Iterable[ModelReference], checkpoints: PlannedCheckpoints
-) -> list[str]:
-    """Warn of configs that speak of quantization although the weights are plain floats."""
-    return [
-        f"{model}: its config.json has a quantization_config ({leftover}), but its weights are plain floats. It is merged "
-        "by them, and the merged config.json has none"
-        for model in models
-        if (leftover := checkpoints.of(model).leftover)
-    ]
 
 
 def rounding_warnings(
@@ -69,6 +60,7 @@ def tensor_problems(
     missing: dict[str, list[str]] = {}
     differing: dict[tuple[str, str], list[str]] = {}
     buffers: dict[str, list[str]] = {}
+    misread: dict[str, list[str]] = {}
     for merge in merges:
         inputs, aligned = _inputs(merge)
         found = {
@@ -80,6 +72,9 @@ def tensor_problems(
             needed = not wanted.optional or (wanted.model == merge.base_model and found)
             if needed and wanted.model not in found:
                 missing.setdefault(str(wanted.model), []).append(wanted.names[0])
+            header = checkpoints.header(wanted)
+            if header and not header.readable:
+                misread.setdefault(str(wanted.model), []).append(wanted.names[0])
         axis = merge.output_weight.vocabulary_axis
         expected = found.get(merge.base_model)
         for model, shape in found.items():
@@ -100,6 +95,11 @@ def tensor_problems(
                     f"{merge.output_weight.name} {kind} for the base's {expected_kind or 'floats'}"
                 )
     return [
+        *checkpoints.problems(),
+        *(
+            Problem(model, f"{number(names)} misread: {some(names)}", _EAGER)
+            for model, names in misread.items()
+        ),
         *(
             Problem(model, f"{number(kinds)} of another type: {some(kinds)}", _BUFFER)
             for model, kinds in buffers.items()
@@ -113,6 +113,9 @@ def tensor_problems(
             for (model, remedy), shapes in differing.items()
         ),
     ]
+
+
+_EAGER = "merge without --lazy-unpickle, which reads neither single numbers nor views with gaps right"
 
 
 _BUFFER = "save the checkpoint again with floating weights as the base's"
@@ -150,7 +153,23 @@ class PlannedCheckpoints:
 
     def __init__(self) -> None:
         self._described: dict[ModelReference, Checkpoint] = {}
-        self._model_types: dict[ModelReference, str] = {}
+        self._configs: dict[ModelReference, Any] = {}
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with the files themselves, those of models that were downloaded among them."""
+        for model, checkpoint in self._described.items():
+            yield from checkpoint_problems(str(model), checkpoint)
+
+    def quantization_warnings(self) -> list[str]:
+        """Warn of configs that call quantized what is not, as some tools leave them that dequantize."""
+        return [
+            f"{model}: its config.json has a quantization_config (quant_method {quantizer}), but its weights are plain; "
+            "they are merged as they are, and the merged config.json has none"
+            for model, checkpoint in self._described.items()
+            if checkpoint.tensors
+            and not os.path.isfile(model.model.path)
+            and (quantizer := quantizer_of(self._config(model)))
+        ]
 
     def header(self, wanted: _Wanted) -> TensorHeader | None:
         tensors = self.of(wanted.model).tensors
@@ -176,7 +195,7 @@ class PlannedCheckpoints:
         if wanted.optional:
             return False
         return can_convert_checkpoint_keys(
-            self._model_type(wanted.model), set(tensors), wanted.names[0]
+            self._config(wanted.model).model_type, set(tensors), wanted.names[0]
         )
 
     def of(self, model: ModelReference) -> Checkpoint:
@@ -187,17 +206,20 @@ class PlannedCheckpoints:
     def _describe(self, model: ModelReference) -> Checkpoint:
         path = model.model.path
         if os.path.isfile(path):
-            return Checkpoint.of_file(path)
+            lazy = SimpleLoaderCache().get(path).lazy_unpickle
+            return Checkpoint.of_file(path, lazy=lazy)
         loader = LoaderCache().get(model)
         if isinstance(loader, DescribedLoader):
             return loader.checkpoint
-        return Checkpoint.of_directory(loader.index.base_path)
+        return Checkpoint.of_directory(
+            loader.index.base_path, lazy=loader.lazy_unpickle
+        )
 
-    def _model_type(self, model: ModelReference) -> str:
-        if model not in self._model_types:
-            config = model.config(trust_remote_code=LoaderCache().trust_remote_code)
-            self._model_types[model] = config.model_type
-        return self._model_types[model]
+    def _config(self, model: ModelReference) -> Any:
+        if model not in self._configs:
+            trusted = LoaderCache().trust_remote_code
+            self._configs[model] = model.config(trust_remote_code=trusted)
+        return self._configs[model]
 
 
 def output_bytes(
