@@ -41,6 +41,11 @@ def main() -> None:
     "--trust-remote-code", is_flag=True, help="Trust remote code of the models."
 )
 @click.option(
+    "--lazy-unpickle",
+    is_flag=True,
+    help="As for mergekit-yaml: see whether pickles can be read lazily.",
+)
+@click.option(
     "--unsafe-truncate-embeddings",
     is_flag=True,
     help="As for mergekit-yaml: cut embeddings of several sizes to the smallest.",

@@ -95,7 +95,8 @@ def unusable(out_path: str) -> str | None:
     while not os.path.lexists(existing):
         existing = os.path.dirname(existing)
     if not os.path.isdir(existing):
-        return f"the output {out_path} cannot be made: {existing} is no directory"
+        kind = "file" if os.path.isfile(existing) else "link that leads nowhere"
+        return f"the output {out_path} cannot be made: {existing} is a {kind}"
     return None
 
 
