@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib.metadata
 import inspect
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -22,7 +22,7 @@ from mergekit.common import dtype_from_name
 from mergekit.merge_methods.base import BatchOptions, MergeMethod, TensorGroup
 from safetensors import SafetensorError
 
-from mergekit_ram import _autoload
+from mergekit_ram import _autoload, garbage
 from mergekit_ram._autoload import SUPPORTED
 from mergekit_ram.errors import (
     IncompatibleMergekitError,
@@ -206,7 +206,7 @@ def extend_merge(module: ModuleType) -> None:
     """
     _require_parameters(module, "run_merge", ["merge_config", "out_path", "options"])
     run_merge = module.run_merge
-    if hasattr(run_merge, "__wrapped__"):
+    if _is_extended(run_merge):
         return
 
     @functools.wraps(run_merge)
@@ -216,7 +216,7 @@ def extend_merge(module: ModuleType) -> None:
         from mergekit_ram import cluster, output
         from mergekit_ram.check import recipes
 
-        _spare_garbage_collector()
+        garbage.spare_imports()
         plain = cluster.of_merge(options)
         recipes.require_mergeable(merge_config, plain, out_path)
         try:
@@ -234,16 +234,27 @@ def extend_merge(module: ModuleType) -> None:
             recipes.require_mergeable(merge_config, plain, out_path)
             raise
 
-    module.run_merge = extended_run_merge
+    _replace_everywhere("run_merge", run_merge, _marked(extended_run_merge))
 
 
-@functools.cache
-def _spare_garbage_collector() -> None:
-    """Exempt what is there by now, the million objects of mergekit's imports, from Python's garbage collection.
+_MARK = "_extended_by_mergekit_ram"
 
-    It would visit them in the merge and at exit, for two seconds. Once a process, lest real garbage be kept.
-    """
-    gc.freeze()
+
+def _is_extended(function: Any) -> bool:
+    """Whether a function is one of ours, or another plugin's that wraps one of ours with ``functools.wraps``."""
+    return getattr(function, _MARK, False)
+
+
+def _marked(function: Any) -> Any:
+    setattr(function, _MARK, True)
+    return function
+
+
+def _replace_everywhere(name: str, function: Any, extended: Any) -> None:
+    """Replace a function also in the modules that took it by its name before this one was imported."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is function:
+            setattr(module, name, extended)
 
 
 def output_config(config: Any, architecture: Any, options: Any) -> Any:
@@ -265,7 +276,7 @@ def _extend_writer() -> None:
         writer, "_write_shard_task", ["shard_data", "shard_index", "shard_path"]
     )
     write = writer._write_shard_task
-    if getattr(write, "mergekit_ram", False):
+    if _is_extended(write):
         return
 
     @functools.wraps(write)
@@ -282,8 +293,7 @@ def _extend_writer() -> None:
             file = os.path.join(directory, os.path.basename(shard_path))
             raise output.unwritable(file, reason) from error
 
-    extended_write.mergekit_ram = True
-    writer._write_shard_task = extended_write
+    writer._write_shard_task = _marked(extended_write)
 
 
 def extend_multimerge(module: ModuleType) -> None:
@@ -295,7 +305,7 @@ def extend_multimerge(module: ModuleType) -> None:
     expected = ["merge_configs", "merge_options", "intermediate_dir", "lazy"]
     _require_parameters(module, "make_tasks", expected)
     make_tasks = module.make_tasks
-    if hasattr(make_tasks, "__wrapped__"):
+    if _is_extended(make_tasks):
         return
     signature = inspect.signature(make_tasks)
 
@@ -319,7 +329,7 @@ def extend_multimerge(module: ModuleType) -> None:
             raise RecipeError(", ".join(methods), problems)
         return make_tasks(*args, **kwargs)
 
-    module.make_tasks = extended_make_tasks
+    _replace_everywhere("make_tasks", make_tasks, _marked(extended_make_tasks))
 
 
 def extend_raw_pytorch(module: ModuleType) -> None:
@@ -329,7 +339,7 @@ def extend_raw_pytorch(module: ModuleType) -> None:
         module: ``mergekit.scripts.merge_raw_pytorch``.
     """
     plan, bind = module.plan_flat_merge, module.construct_param_dicts
-    if hasattr(plan, "__wrapped__"):
+    if _is_extended(plan):
         return
     _extend_writer()
     _require_parameters(module, "plan_flat_merge", ["config", "options"])
@@ -401,7 +411,8 @@ def extend_raw_pytorch(module: ModuleType) -> None:
             require_readable(config_path)
             raise
 
-    module.plan_flat_merge, module.construct_param_dicts = extended_plan, extended_bind
+    _replace_everywhere("plan_flat_merge", plan, _marked(extended_plan))
+    module.construct_param_dicts = extended_bind
     module.main.callback = extended_run
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -136,6 +138,19 @@ class Report(BaseModel):
         return path
 
 
+_TELLING = ContextVar("telling", default=True)
+
+
+@contextlib.contextmanager
+def untold() -> Iterator[None]:
+    """Log no warning of records, for a plan that is made again."""
+    token = _TELLING.set(False)
+    try:
+        yield
+    finally:
+        _TELLING.reset(token)
+
+
 class MergeRecord:
     """What the tensors of one merge turned out to be. Safe to add to from several threads.
 
@@ -171,9 +186,10 @@ class MergeRecord:
 
     def warn(self, *warnings: str) -> None:
         """Log warnings once, and keep them for the report."""
-        for warning in warnings:
+        new = [w for w in dict.fromkeys(warnings) if w not in self.warnings]
+        for warning in new if _TELLING.get() else ():
             LOG.warning(warning)
-        self.warnings += warnings
+        self.warnings += new
 
     def add(self, tensor: str, overlap: GroupOverlap, rescaling: Rescaling) -> None:
         with self._lock:

@@ -41,6 +41,7 @@ from mergekit_ram.check.problems import (
 from mergekit_ram.check.tensors import DescribedLoader
 from mergekit_ram.checkpoint import Checkpoint
 from mergekit_ram.errors import Problem, RecipeError
+from mergekit_ram.report import untold
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,8 @@ def require_mergeable(
     if any(model.lora for model in models) and not options.lora_merge_cache:
         problems.append(_NO_LORA_CACHE)
     if problems or not all(map(_at_hand, models)):
-        problems += _planned_problems(config, options, models, problems)
+        with untold():
+            problems += _planned_problems(config, options, models, problems)
     if problems:
         raise RecipeError(config.merge_method, problems)
 
