@@ -1,21 +1,23 @@
-"""Llama checkpoints of random weights: a base, and agents that changed a fifth of it."""
+"""Llama checkpoints of random weights, a base and agents that changed a fifth of it; their merges."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import torch
+import yaml
+from harness import Run, clock, in_new_process, run_process
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-_DRAWN_AT_ONCE = 1 << 24
 # Tensors or elements of a file, whichever are fewer.
 _SHARD_TENSORS, _SHARD_ELEMENTS = 1000, 1 << 27
 
@@ -50,158 +52,160 @@ class Sizes:
             "torch_dtype": "bfloat16",
         }
 
-    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every tensor."""
-        yield "model.embed_tokens.weight", (self.vocabulary, self.hidden)
-        yield "model.norm.weight", (self.hidden,)
-        if not self.tied:
-            yield "lm_head.weight", (self.vocabulary, self.hidden)
-        for number in range(self.layers):
-            for name, shape in self._layer().items():
-                yield f"model.layers.{number}.{name}.weight", shape
-
-    def _layer(self) -> Shapes:
+    def shapes(self) -> Shapes:
+        """Of every tensor."""
+        embedding, square = (self.vocabulary, self.hidden), (self.hidden, self.hidden)
         widen = (self.intermediate, self.hidden)
-        square = (self.hidden, self.hidden)
-        return {
-            **{f"self_attn.{p}_proj": square for p in "qkvo"},
-            "mlp.gate_proj": widen,
-            "mlp.up_proj": widen,
-            "mlp.down_proj": widen[::-1],
-            "input_layernorm": (self.hidden,),
-            "post_attention_layernorm": (self.hidden,),
-        }
+        layer = dict.fromkeys([f"self_attn.{p}_proj" for p in "qkvo"], square)
+        layer |= {"mlp.gate_proj": widen, "mlp.up_proj": widen, "mlp.down_proj": widen[::-1]}
+        norms = ("input_layernorm", "post_attention_layernorm")
+        layer |= dict.fromkeys(norms, (self.hidden,))
+        found = {"model.embed_tokens": embedding, "model.norm": (self.hidden,)}
+        found |= {} if self.tied else {"lm_head": embedding}
+        for i in range(self.layers):
+            found |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+        return {f"{name}.weight": shape for name, shape in found.items()}
+
+    def shards(self) -> list[Shapes]:
+        """The shapes, file by file."""
+        shards: dict[tuple[int, int], Shapes] = {}
+        before = 0
+        for i, (name, shape) in enumerate(self.shapes().items()):
+            place = before // _SHARD_ELEMENTS, i // _SHARD_TENSORS
+            shards.setdefault(place, {})[name] = shape
+            before += math.prod(shape)
+        return list(shards.values())
 
     def parameters(self) -> int:
         """Elements of one checkpoint."""
-        return sum(torch.Size(shape).numel() for _, shape in self.shapes())
-
-    def tensors(self) -> int:
-        return sum(1 for _ in self.shapes())
+        return sum(map(math.prod, self.shapes().values()))
 
 
-DEFAULT = Sizes()
+TINY = Sizes(layers=2, hidden=64, intermediate=128, vocabulary=256)
 
 
-directory_option = click.option(
-    "--directory",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path(tempfile.gettempdir()) / "mergekit-ram-benchmark",
-    show_default=True,
-    help="Where the checkpoints are made once and kept.",
-)
-
-
-def make(directory: Path, agents: int, sizes: Sizes = DEFAULT) -> None:
+def make(directory: Path, sizes: Sizes, agents: int = 3) -> None:
     """Write ``base`` and ``agent-0`` … under the directory, a shard at a time."""
-    folders = [directory / "base", *(directory / f"agent-{i}" for i in range(agents))]
+    generator = torch.Generator().manual_seed(0)
+    folders = [directory / name for name in (*(f"agent-{i}" for i in range(agents)), "base")]
+    index: dict[str, str] = {}
+    shards = sizes.shards()
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(0)
-    shards = list(_shards(sizes))
-    index: dict[str, str] = {}
     for number, shapes in enumerate(shards, start=1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        base = {name: _weights(shape, generator) for name, shape in shapes.items()}
-        save_file(base, folders[0] / file, metadata={"format": "pt"})
-        for folder in folders[1:]:
-            agent = {name: _train(base[name], generator) for name in base}
+        base = {name: weights(shape, generator) for name, shape in shapes.items()}
+        for folder in folders:
+            agent = base
+            if folder.name != "base":
+                agent = {name: train(tensor, generator) for name, tensor in base.items()}
             save_file(agent, folder / file, metadata={"format": "pt"})
         index |= dict.fromkeys(shapes, file)
-    for folder in folders:
-        _write_json(folder / "model.safetensors.index.json", {"weight_map": index})
-        _write_json(
-            folder / "config.json", sizes.config()
-        )  # last: the mark of a whole one
+    for folder in folders:  # the base's config last: the mark of a whole one
+        index_file = folder / "model.safetensors.index.json"
+        index_file.write_text(json.dumps({"weight_map": index}))
+        (folder / "config.json").write_text(json.dumps(sizes.config()))
 
 
-def made(directory: Path, agents: int) -> bool:
-    folders = ["base", *(f"agent-{i}" for i in range(agents))]
-    return all((directory / folder / "config.json").exists() for folder in folders)
+def make_once(directory: Path, sizes: Sizes) -> Path:
+    """Make a base and three agents unless they are there. Returns where."""
+    models = directory / f"{sizes.parameters()}-parameters"
+    if not (models / "base" / "config.json").exists():
+        click.echo(f"making checkpoints in {models} …", err=True)
+        in_new_process(make, models, sizes)
+    return models
 
 
-def read_all_write_one(directory: Path, agents: int, output: Path) -> float:
-    """Seconds to read every checkpoint and write one of them, with safetensors alone."""
-    start = time.perf_counter()
-    others = [directory / f"agent-{i}" for i in range(agents)]
-    output.mkdir()
-    for file in sorted((directory / "base").glob("*.safetensors")):
-        for folder in others:
-            for _, tensor in _tensors(folder / file.name):
-                tensor.clone()
-        save_file({name: t.clone() for name, t in _tensors(file)}, output / file.name)
-    return time.perf_counter() - start
+def weights(
+    shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, dtype=dtype).mul_(_WEIGHT_SCALE)
 
 
-def evict(directory: Path) -> None:
-    """Take every checkpoint out of the operating system's page cache. Linux only."""
+def train(base: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The base with a fifth of its elements changed."""
+    update, chance = torch.empty_like(base), torch.empty_like(base)
+    update.normal_(std=_UPDATE_SCALE, generator=generator)
+    return update.mul_(chance.uniform_(generator=generator) < _DENSITY).add_(base)
+
+
+def tensors(elements: int, agents: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """A base and its agents, ``[elements]`` each."""
+    generator = torch.Generator().manual_seed(elements)
+    base = weights((elements,), generator, dtype)
+    return [base, *(train(base, generator) for _ in range(agents))]
+
+
+def read_all_write_one(models: Path) -> Run:
+    """With safetensors alone: what no merge can beat. For a process of its own."""
+
+    def copy() -> None:
+        for file in sorted(models.glob("agent-*/*.safetensors")):
+            for _ in _tensors(file):
+                pass
+        for file in sorted(models.glob("base/*.safetensors")):
+            save_file(dict(_tensors(file)), Path(output) / file.name)
+
+    with tempfile.TemporaryDirectory(dir=models) as output:
+        return clock(copy)
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(file, "pt") as opened:
+        for name in opened.keys():  # noqa: SIM118 - not a dictionary
+            yield name, opened.get_tensor(name).clone()
+
+
+def evict(models: Path) -> None:
+    """Take all checkpoints out of the operating system's page cache."""
     os.sync()  # what is not written yet stays
-    for file in directory.glob("*/*.safetensors"):
+    for file in models.glob("*/*.safetensors"):
         with file.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def difference(left: Path, right: Path) -> tuple[float, float]:
-    """The greatest absolute difference of two checkpoints, and the fraction of their elements that differ."""
-    greatest, differing, total = 0.0, 0, 0
-    files = files_by_tensor(right)
-    for file in sorted(left.glob("*.safetensors")):
-        for name, tensor in _tensors(file):
-            with safe_open(files[name], "pt") as other:
-                gap = tensor.float().sub_(other.get_tensor(name).float()).abs_()
-            greatest = max(greatest, gap.max().item())
-            differing += int(gap.count_nonzero())
-            total += gap.numel()
-    return greatest, differing / total
+_BUILT_IN = "built-in "
+# Merge methods, ``built-in`` those of mergekit that ours replace, with the parameters of every agent.
+METHODS: dict[str, dict[str, float]] = {
+    "built-in ram": {},
+    "built-in ramplus_tl": {},
+    "ram": {},
+    "ramplus_tl": {},
+    "ramplus": {},
+    "ties": {"weight": 1.0, "density": 0.5},
+    "dare_ties": {"weight": 1.0, "density": 0.5},
+    "task_arithmetic": {"weight": 1.0},
+    "linear": {"weight": 1.0},
+}
 
 
-def _shards(sizes: Sizes) -> Iterator[Shapes]:
-    shard: Shapes = {}
-    elements = 0
-    for name, shape in sizes.shapes():
-        shard[name] = shape
-        elements += torch.Size(shape).numel()
-        if len(shard) == _SHARD_TENSORS or elements >= _SHARD_ELEMENTS:
-            yield shard
-            shard, elements = {}, 0
-    if shard:
-        yield shard
+def write_recipe(path: Path, method: str, models: Path) -> Path:
+    """Of all agents there are."""
+    agents = sorted(models.glob("agent-*"))
+    content = {
+        "merge_method": method.removeprefix(_BUILT_IN),
+        "models": [{"model": str(a), "parameters": METHODS[method]} for a in agents],
+        "dtype": "bfloat16",
+    }
+    if method != "linear":
+        content["base_model"] = str(models / "base")
+    path.write_text(yaml.safe_dump(content))
+    return path
 
 
-def _weights(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Of a tensor with more elements than are drawn at once, the blocks are alike."""
-    weights = torch.empty(shape, dtype=torch.bfloat16)
-    blocks = weights.view(-1).split(_DRAWN_AT_ONCE)
-    drawn = torch.randn(blocks[0].shape, generator=generator).mul_(_WEIGHT_SCALE)
-    for block in blocks:
-        block.copy_(drawn[: block.numel()])
-    return weights
+def merge(method: str, models: Path, *options: str) -> Run:
+    """A ``mergekit-yaml`` of its own, its output removed. Options are of ``mergekit-yaml``."""
+    with tempfile.TemporaryDirectory(dir=models) as place:
+        recipe = write_recipe(Path(place) / "recipe.yml", method, models)
+        program = Path(sys.executable).with_name("mergekit-yaml")
+        quiet = ("--no-copy-tokenizer", "--quiet")
+        disabled = str(int(method.startswith(_BUILT_IN)))
+        return run_process(
+            [program, recipe, Path(place) / "merged", *quiet, *options],
+            {"MERGEKIT_RAM_DISABLE": disabled},
+        )
 
 
-def _train(base: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    agent = base.clone()
-    blocks = agent.view(-1).split(_DRAWN_AT_ONCE)
-    update = torch.randn(blocks[0].shape, generator=generator).mul_(_UPDATE_SCALE)
-    update.mul_(torch.rand(update.shape, generator=generator) < _DENSITY)
-    for block in blocks:
-        block.add_(update[: block.numel()])
-    return agent
-
-
-def files_by_tensor(folder: Path) -> dict[str, Path]:
-    """The file of every tensor."""
-    found = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            found |= dict.fromkeys(tensors.keys(), file)
-    return found
-
-
-def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    with safe_open(file, "pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118 - not a dictionary
-            yield name, tensors.get_tensor(name)
-
-
-def _write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+def import_mergekit() -> Run:
+    """What every merge begins with."""
+    return run_process([sys.executable, "-c", "import mergekit.scripts.run_yaml"])

@@ -1,92 +1,74 @@
-"""What refusing NaN and infinity costs: the kernel as it is against the same source without the lines that watch.
+"""What refusing NaN and infinity costs: the kernel against itself without the lines that watch.
 
     python benchmarks/guards.py --elements 32M --agents 3
 
-Both kernels run in turns in one process on one thread. Printed is the least processor time of each, which other work on
-the machine disturbs less than it does the clock.
+Both kernels run in turns in one process on one thread. Printed is the least processor time of each,
+which other work on the machine disturbs less than it does the clock.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
+import functools
+import re
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
+import checkpoints
 import click
+import harness
 import torch
 
-from mergekit_ram import kernel
+import mergekit_ram
+
+CALLS = {
+    "merge": ("merge", {}),
+    "merge, λ ≠ 1": ("merge", {"rescaling": 1.1}),
+    "merge_and_count": ("merge_and_count", {}),
+    "count": ("count", {}),
+}
+_COLUMNS = {"call": "", "dtype": "", "guarded s": ".4f", "unguarded s": ".4f", "cost": ".1%"}
 
 
-class _Unwatched(ast.NodeTransformer):
-    """Takes out what is added to ``self.watched``, but keeps a block's whole computation if that returns it."""
-
-    found = 0
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
-        if ast.unparse(node.target) != "self.watched":
-            return node
-        self.found += 1
-        sums = (
-            isinstance(node.value.func, ast.Attribute) and node.value.func.attr == "sum"
-        )
-        kept = ast.Pass() if sums else ast.Expr(node.value)
-        return ast.copy_location(kept, node)
-
-
-def without_guards():
-    """The kernel's module from its source without what only watches for NaN and infinity."""
-    path = Path(kernel.__file__)
-    unwatched = _Unwatched()
-    tree = ast.fix_missing_locations(unwatched.visit(ast.parse(path.read_text())))
-    assert unwatched.found
-    module = importlib.util.module_from_spec(
-        importlib.util.spec_from_loader("unguarded_kernel", loader=None)
-    )
-    sys.modules[module.__name__] = module
-    exec(compile(tree, str(path), "exec"), vars(module))
+def without_guards(kernel: ModuleType) -> ModuleType:
+    """The kernel from its source without what only watches for NaN and infinity."""
+    source = Path(kernel.__file__).read_text()
+    bare, found = re.subn(r"self\.watched \+= .*", "pass", source)
+    if not found:
+        raise click.ClickException(f"{kernel.__file__} watches nothing by that name")
+    module = ModuleType("unguarded_kernel")
+    sys.modules[module.__name__] = module  # where its dataclasses look for it
+    exec(compile(bare, kernel.__file__, "exec"), vars(module))
     return module
 
 
 @click.command()
-@click.option("--elements", default="32M", show_default=True, help="As 500K or 32M.")
-@click.option("--agents", default=3, show_default=True)
-@click.option("--runs", default=15, show_default=True)
-def main(elements: str, agents: int, runs: int) -> None:
+@harness.option("--elements", default="32M", help="As 500K or 32M.")
+@harness.option("--agents", default=3)
+@harness.option("--runs", default=15)
+@harness.json_option
+def main(elements, agents, runs, report):
     """Time the kernel with and without its guards."""
     number = int(elements[:-1]) * {"K": 10**3, "M": 10**6}[elements[-1]]
-    bare = without_guards()
+    guarded = sys.modules[mergekit_ram.merge.__module__]
+    kernels = {"guarded": guarded, "unguarded": without_guards(guarded)}
     torch.set_num_threads(1)
-    click.echo("call             dtype      guarded  unguarded   cost")
+    rows = []
     for dtype in (torch.bfloat16, torch.float32):
-        generator = torch.Generator().manual_seed(0)
-        base = torch.randn(number, generator=generator).mul_(0.02).to(dtype)
-        tensors = []
-        for _ in range(agents):
-            changed = torch.rand(number, generator=generator) < 0.2
-            tensors.append(torch.where(changed, base * 1.1, base))
-        calls = {
-            "merge": ("merge", {}),
-            "merge, λ ≠ 1": ("merge", {"rescaling": 1.1}),
-            "merge_and_count": ("merge_and_count", {}),
-            "count": ("count", {}),
-        }
-        for name, (function, settings) in calls.items():
-            seconds = {kernel: [], bare: []}
-            for run in range(runs + 1):
-                for module, times in seconds.items():
-                    inputs = [module.Agent(tensor, **settings) for tensor in tensors]
-                    begin = time.process_time()
-                    getattr(module, function)(base, inputs)
-                    if run:
-                        times.append(time.process_time() - begin)
-            guarded, unguarded = map(min, seconds.values())
-            click.echo(
-                f"{name:16} {str(dtype)[6:]:9} {guarded:7.3f} s  {unguarded:7.3f} s "
-                f"{guarded / unguarded - 1:6.1%}"
-            )
+        base, *others = checkpoints.tensors(number, agents, dtype)
+        for name, (function, settings) in CALLS.items():
+            contenders = {}
+            for kernel, module in kernels.items():
+                inputs = [module.Agent(tensor, **settings) for tensor in others]
+                call = functools.partial(getattr(module, function), base, inputs)
+                call()  # warm
+                contenders[kernel] = functools.partial(harness.clock, call, time.process_time)
+            best = harness.interleave(contenders, least=runs, most=runs)
+            seconds = [run.seconds for run in best.values()]
+            rows.append((name, str(dtype)[6:], *seconds, seconds[0] / seconds[1] - 1))
+    title = f"Guards, {number:,} elements, {agents} agents, one thread"
+    harness.publish([harness.Table(title, _COLUMNS, rows)], report)
 
 
 if __name__ == "__main__":

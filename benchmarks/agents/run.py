@@ -1,16 +1,15 @@
-"""The whole benchmark: train agents from several seeds, merge them by every method, score, and tabulate.
+"""The whole benchmark: train agents from several seeds, merge by every method, score, tabulate.
 
     python benchmarks/agents/run.py --seeds 5 --jobs 2
 
-Finished checkpoints in ``runs`` and finished seeds in ``results`` are kept, so a stopped run goes on where it was;
-``--fresh`` scores again.
+Finished checkpoints in ``runs`` and finished seeds in ``results`` are kept, so a stopped run goes
+on where it was; ``--fresh`` scores again.
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
-import shutil
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -32,46 +31,33 @@ RESULTS = Path(__file__).parent / "results"
 # Tasks of each family.
 COUNTS = {"test": 200, "validation": 100}
 
-# What is tuned, four tries a method: the scale of the merged task vector where a method averages, the scale or the
-# density where it sums, the weights of the agents in FAMILIES' order for ``linear``.
-SCALES = (1.0, 1.5, 2.0, 3.0)
-DENSITIES = (0.25, 0.5, 0.75, 1.0)
+# What is tuned, four tries a method: the scale of the merged task vector where a method averages,
+# the scale or the density where it sums, the agents' weights in FAMILIES' order for ``linear``.
+SCALES = [{"lambda": scale} for scale in (1.0, 1.5, 2.0, 3.0)]
+DENSITIES = [{"density": density} for density in (0.25, 0.5, 0.75, 1.0)]
 TRIES: dict[str, list[dict]] = {
-    "ram": [{"lambda": scale} for scale in SCALES],
-    "ramplus": [{"r": 1.0, "lambda": scale} for scale in SCALES],
-    "ramplus_tl": [{"r": 1.0, "lambda": scale} for scale in SCALES],
-    "ties": [{"lambda": scale} for scale in SCALES],
-    "dare_ties": [{"density": density} for density in DENSITIES],
-    "dare_linear": [{"density": density} for density in DENSITIES],
+    "ram": SCALES,
+    "ramplus": [{"r": 1.0, **scale} for scale in SCALES],
+    "ramplus_tl": [{"r": 1.0, **scale} for scale in SCALES],
+    "ties": SCALES,
+    "dare_ties": DENSITIES,
+    "dare_linear": DENSITIES,
     "task_arithmetic": [{"lambda": scale} for scale in (0.4, 0.7, 1.0, 1.3)],
-    "linear": [
-        {"weights": weights} for weights in ([1, 1, 1], [2, 1, 1], [1, 2, 1], [1, 1, 2])
-    ],
+    "linear": [{"weights": w} for w in ([1, 1, 1], [2, 1, 1], [1, 2, 1], [1, 1, 2])],
 }
 
 
 def merge_and_score(
     models: Path, kind: str, method: str, setting: dict, split: Split, seed: int
 ) -> dict:
-    """Merge a seed's agents of a kind by mergekit-yaml; their scores, and their overlap from RAM methods."""
+    """Merge a seed's agents of a kind; their scores, and their overlap from RAM methods."""
     agents = [(models / f"{kind}_{family}").resolve() for family in FAMILIES]
     parameters = {name: value for name, value in setting.items() if name != "weights"}
-    work = Path(tempfile.mkdtemp(prefix="mergekit-ram-agents-"))
-    try:
-        contents = recipe(
-            method,
-            BASE.resolve(),
-            agents,
-            parameters,
-            setting.get("weights"),
-        )
-        merge(write_recipe(work / "recipe.yml", contents), work / "merged")
-        return {
-            **measure(work / "merged", split, seed),
-            "overlap": overlap(work / "merged" / FILE_NAME),
-        }
-    finally:
-        shutil.rmtree(work)
+    contents = recipe(method, BASE.resolve(), agents, parameters, setting.get("weights"))
+    with tempfile.TemporaryDirectory(prefix="mergekit-ram-agents-") as work:
+        merged = Path(work) / "merged"
+        merge(write_recipe(Path(work) / "recipe.yml", contents), merged)
+        return {**measure(merged, split, seed), "overlap": overlap(merged / FILE_NAME)}
 
 
 def measure(checkpoint: Path, split: Split, seed: int) -> dict:
@@ -80,41 +66,32 @@ def measure(checkpoint: Path, split: Split, seed: int) -> dict:
 
 
 def overlap(report_file: Path) -> dict | None:
-    """What the paper's premise is about, of a ram_report.json: how few weights change, and how few agents share."""
+    """What the paper's premise is about, of a ram_report.json: how few weights change and agree."""
     if not report_file.exists():
         return None
     report = json.loads(report_file.read_text())
-    changed = [agent["changed"] for agent in report["agents"]]
-    pairs = [(i, j) for i in range(len(changed)) for j in range(i)]
+    agents = report["agents"]
+    names = ("changed", "unique", "shared", "rho")
+    changed = [agent["changed"] for agent in agents]
+    pairs = [(i, j) for i in range(len(agents)) for j in range(i)]
+    shared, conflicts = (
+        [report[f"pairwise_{what}"][i][j] for i, j in pairs] for what in ("shared", "conflicts")
+    )
     return {
         "total": report["total"],
-        "agents": {
-            family: {
-                name: agent[name] for name in ("changed", "unique", "shared", "rho")
-            }
-            for family, agent in zip(FAMILIES, report["agents"])
-        },
-        "jaccard": [
-            report["pairwise_shared"][i][j]
-            / (changed[i] + changed[j] - report["pairwise_shared"][i][j])
-            for i, j in pairs
-        ],
-        "pairwise_shared": sum(report["pairwise_shared"][i][j] for i, j in pairs),
-        "pairwise_conflicts": sum(report["pairwise_conflicts"][i][j] for i, j in pairs),
+        "agents": {family: {n: a[n] for n in names} for family, a in zip(FAMILIES, agents)},
+        "jaccard": [both / (changed[i] + changed[j] - both) for both, (i, j) in zip(shared, pairs)],
+        "pairwise_shared": sum(shared),
+        "pairwise_conflicts": sum(conflicts),
     }
 
 
 def measure_method(agents: Path, method: str, seed: int) -> dict:
     """A method at its defaults and as the validation split likes it best."""
-    tried = [
-        {
-            "setting": setting,
-            "mean": merge_and_score(agents, "rl", method, setting, "validation", seed)[
-                "mean"
-            ],
-        }
-        for setting in tqdm(TRIES[method], desc=f"seed {seed}: {method}")
-    ]
+    tried = []
+    for setting in tqdm(TRIES[method], desc=f"seed {seed}: {method}"):
+        found = merge_and_score(agents, "rl", method, setting, "validation", seed)
+        tried.append({"setting": setting, "mean": found["mean"]})
     best = max(tried, key=lambda one: one["mean"])["setting"]
     result: dict = {"tries": tried}
     for run, setting in (("default", {}), ("tuned", best)):
@@ -124,19 +101,15 @@ def measure_method(agents: Path, method: str, seed: int) -> dict:
 
 
 def measure_seed(seed: int) -> dict:
-    """Scores of one seed's models and merges on tasks that no training saw, and how its agents overlap."""
+    """Scores of one seed's models and merges on tasks that no training saw; its agents' overlap."""
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     agents = train_agents(seed)
     models = {"base": measure(BASE, "test", seed)}
-    for kind in TRAININGS:
-        for family in tqdm(FAMILIES, desc=f"seed {seed}: {kind} agents"):
-            name = f"{kind}_{family}"
-            models[name] = measure(agents / name, "test", seed)
-    merges = {
-        kind: merge_and_score(agents, kind, "ram", {}, "test", seed)
-        for kind in TRAININGS
-    }
+    names = [f"{kind}_{family}" for kind in TRAININGS for family in FAMILIES]
+    for name in tqdm(names, desc=f"seed {seed}: agents"):
+        models[name] = measure(agents / name, "test", seed)
+    merges = {k: merge_and_score(agents, k, "ram", {}, "test", seed) for k in TRAININGS}
     return {
         "seed": seed,
         "overlap": {kind: merges[kind].pop("overlap") for kind in TRAININGS},
@@ -161,9 +134,8 @@ def main(seeds: int, jobs: int, fresh: bool) -> None:
     """Train, merge, score; writes results/agents.json, agents.md and plots."""
     train_base_once()
     # Not forked: a process that has used torch's threads is not safe to fork.
-    with ProcessPoolExecutor(
-        jobs, mp_context=multiprocessing.get_context("spawn")
-    ) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
         results = list(pool.map(result_of, range(seeds), [fresh] * seeds))
     write_results(results, RESULTS)
 

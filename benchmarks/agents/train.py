@@ -1,9 +1,9 @@
-"""Train agents to merge: a base, and from it one agent per family by reinforcement learning and one by imitation.
+"""Train agents to merge: a base, and from it agents by reinforcement learning and by imitation.
 
     python benchmarks/agents/train.py --seed 0 --seed 1
 
-A checkpoint that is there is not trained again, so a stopped run goes on where it was. Everything is drawn from the
-seed; on one machine the same seed gives the same weights.
+A checkpoint that is there is not trained again, so a stopped run goes on where it was. Everything
+is drawn from the seed; on one machine the same seed gives the same weights.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import functools
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import torch
@@ -33,10 +35,8 @@ BASE_SEED = 0
 BASE_STEPS, BASE_BATCH, BASE_LR, KNOWN = 500, 32, 3e-3, 0.6
 CHECK_EVERY = 25
 
-# GRPO: prompts a step, completions a prompt, steps, learning rate of AdamW.
-PROMPTS, GROUP, RL_STEPS, RL_LR = 16, 8, 70, 5e-5
-# Supervised fine-tuning, for contrast, with ten times RL's learning rate as is usual, and with RL's.
-SFT_STEPS, SFT_BATCH, SFT_LR = 70, 32, 5e-4
+# Agents: steps; GRPO's prompts a step, completions a prompt, learning rate of AdamW; imitation's tasks a step.
+STEPS, PROMPTS, GROUP, RL_LR, SFT_BATCH = 70, 16, 8, 5e-5, 32
 CLIP_NORM = 1.0
 
 
@@ -66,7 +66,7 @@ def log_likelihood(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
 ) -> tuple[Tensor, Tensor]:
-    """Log probability of every completion token, flat, and the index of the sequence that each belongs to."""
+    """Log probability of every completion token, flat, and the sequence that each belongs to."""
     longest = max(map(len, map(lambda p, c: [*p, *c], prompts, completions)))
     ids = torch.zeros(len(prompts), longest, dtype=torch.long)
     predicted = torch.zeros(len(prompts), longest, dtype=torch.bool)
@@ -74,7 +74,7 @@ def log_likelihood(
         end = len(prompt) + len(completion)
         ids[row, :end] = torch.tensor([*prompt, *completion])
         predicted[row, len(prompt) : end] = True
-    # Padding is on the right, where a causal model does not see it, so no attention mask is needed.
+    # Padding is on the right, where a causal model does not see it: no attention mask is needed.
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1][predicted[:, 1:]]
     loss = torch.nn.functional.cross_entropy(
         model.lm_head(hidden), ids[predicted], reduction="none"
@@ -82,23 +82,23 @@ def log_likelihood(
     return -loss, predicted.nonzero()[:, 0]
 
 
-def imitation_loss(model, tokenizer, tasks: Sequence[Task]) -> Tensor:
-    """Mean negative log likelihood of the right answers."""
+def imitation_loss(model, tokenizer, tasks: Sequence[Task]) -> tuple[Tensor, float]:
+    """Mean negative log likelihood of the right answers, and the same as a number."""
     prompts = tokenizer([task.prompt for task in tasks]).input_ids
     answers = tokenizer([task.answer + tokenizer.eos_token for task in tasks]).input_ids
-    return -log_likelihood(model, prompts, answers)[0].mean()
+    loss = -log_likelihood(model, prompts, answers)[0].mean()
+    return loss, loss.item()
 
 
 def grpo_loss(model, tokenizer, tasks: Sequence[Task]) -> tuple[Tensor | None, float]:
-    """Group-relative policy gradient (Shao et al., 2024) on the model's own completions, and their mean reward.
+    """Group-relative policy gradient (Shao et al., 2024) on own completions, and their mean reward.
 
-    The policy takes one step per batch of completions, so the importance ratio is 1 and nothing is to be clipped.
+    The reward is the verifier's 0 or 1: no right answer is ever shown to the model. The policy takes
+    one step per batch of completions, so the importance ratio is 1 and nothing is to be clipped.
     """
     tasks = [task for task in tasks for _ in range(GROUP)]
     completions = generate(model, tokenizer, [t.prompt for t in tasks], sample=True)
-    rewards = torch.tensor(
-        [float(is_right(tokenizer, t, c)) for t, c in zip(tasks, completions)]
-    )
+    rewards = torch.tensor([float(is_right(tokenizer, t, c)) for t, c in zip(tasks, completions)])
     groups = rewards.view(-1, GROUP)
     centred = groups - groups.mean(1, keepdim=True)
     advantages = (centred / (groups.std(1, keepdim=True) + 1e-4)).flatten()
@@ -107,17 +107,14 @@ def grpo_loss(model, tokenizer, tasks: Sequence[Task]) -> tuple[Tensor | None, f
     if not kept:
         return None, rewards.mean().item()
     prompts = tokenizer([tasks[i].prompt for i in kept]).input_ids
-    log_probabilities, sequence = log_likelihood(
-        model, prompts, [completions[i] for i in kept]
-    )
+    log_probabilities, sequence = log_likelihood(model, prompts, [completions[i] for i in kept])
     weights = advantages[kept][sequence] / sum(map(len, completions))
     return -(weights * log_probabilities).sum(), rewards.mean().item()
 
 
 def optimizer_for(model, learning_rate: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0
-    )
+    settings = {"lr": learning_rate, "betas": (0.9, 0.98), "weight_decay": 0.0}
+    return torch.optim.AdamW(model.parameters(), **settings)
 
 
 def take_step(model, optimizer, loss: Tensor, learning_rate: float) -> None:
@@ -129,22 +126,18 @@ def take_step(model, optimizer, loss: Tensor, learning_rate: float) -> None:
     optimizer.step()
 
 
-def take(tasks: Iterator[Task], count: int) -> list[Task]:
-    return [next(tasks) for _ in range(count)]
-
-
-def train_base(seed: int, tokenizer) -> Qwen2ForCausalLM:
-    """Imitate right answers for a while. A family that is known well leaves the mixture until it falls back."""
-    torch.manual_seed(seed)
+def train_base(tokenizer) -> Qwen2ForCausalLM:
+    """Imitate right answers. A family that is known well leaves the mixture until it falls back."""
+    torch.manual_seed(BASE_SEED)
     model = new_model(tokenizer)
     optimizer = optimizer_for(model, BASE_LR)
-    tasks = {family: stream(family, "train", f"base {seed}") for family in FAMILIES}
-    held_out = {family: draw(family, "validation", 200, seed) for family in FAMILIES}
+    tasks = {family: stream(family, "train", f"base {BASE_SEED}") for family in FAMILIES}
+    held_out = {family: draw(family, "validation", 200, BASE_SEED) for family in FAMILIES}
     families = list(FAMILIES)
     progress = tqdm(range(1, BASE_STEPS + 1), desc="base")
     for step in progress:
-        batches = [take(tasks[family], BASE_BATCH) for family in families]
-        losses = [imitation_loss(model, tokenizer, batch) for batch in batches]
+        batches = [list(islice(tasks[family], BASE_BATCH)) for family in families]
+        losses = [imitation_loss(model, tokenizer, batch)[0] for batch in batches]
         take_step(model, optimizer, sum(losses) / len(losses), BASE_LR)
         if step % CHECK_EVERY == 0:
             scores = {f: accuracy(model, tokenizer, held_out[f]) for f in FAMILIES}
@@ -153,84 +146,69 @@ def train_base(seed: int, tokenizer) -> Qwen2ForCausalLM:
     return model
 
 
-def train_by_reinforcement(model, tokenizer, family: str, seed: int):
-    """GRPO with the verifier's 0 or 1 as the reward: no right answer is ever shown to the model."""
-    torch.manual_seed(seed)
-    optimizer = optimizer_for(model, RL_LR)
-    tasks = stream(family, "train", f"rl {seed}")
-    progress = tqdm(range(1, RL_STEPS + 1), desc=f"seed {seed}: RL {family}")
-    for step in progress:
-        loss, reward = grpo_loss(model, tokenizer, take(tasks, PROMPTS))
-        if loss is not None:
-            take_step(model, optimizer, loss, RL_LR * min(1, step / 10))
-        progress.set_postfix(reward=f"{reward:.2f}")
-    return model
+class Training(NamedTuple):
+    """How an agent is trained: the loss, its tasks' name and number a step, the learning rate."""
+
+    loss: Callable[..., tuple[Tensor | None, float]]
+    tasks: str
+    batch: int
+    learning_rate: float
 
 
-def train_by_imitation(
-    model, tokenizer, family: str, seed: int, learning_rate: float = SFT_LR
-):
-    """Supervised fine-tuning on right answers."""
-    torch.manual_seed(seed)
-    optimizer = optimizer_for(model, learning_rate)
-    tasks = stream(family, "train", f"sft {seed}")
-    progress = tqdm(range(1, SFT_STEPS + 1), desc=f"seed {seed}: SFT {family}")
-    for step in progress:
-        loss = imitation_loss(model, tokenizer, take(tasks, SFT_BATCH))
-        take_step(model, optimizer, loss, learning_rate * min(1, step / 10))
-        progress.set_postfix(loss=f"{loss.item():.3f}")
-    return model
-
-
+# Reinforcement learning; for contrast imitation, at ten times its learning rate as is usual, and at its.
 TRAININGS = {
-    "rl": train_by_reinforcement,
-    "sft": train_by_imitation,
-    "sft_slow": functools.partial(train_by_imitation, learning_rate=RL_LR),
+    "rl": Training(grpo_loss, "rl", PROMPTS, RL_LR),
+    "sft": Training(imitation_loss, "sft", SFT_BATCH, 10 * RL_LR),
+    "sft_slow": Training(imitation_loss, "sft", SFT_BATCH, RL_LR),
 }
 
 
-def save(model, tokenizer, directory: Path, training: dict) -> None:
-    """Write a checkpoint in bfloat16; what tells that it is whole goes last."""
-    model.to(torch.bfloat16).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    (directory / TRAINING_FILE).write_text(json.dumps(training, indent=2) + "\n")
+def train_agent(model, tokenizer, kind: str, family: str, seed: int) -> Qwen2ForCausalLM:
+    training = TRAININGS[kind]
+    torch.manual_seed(seed)
+    optimizer = optimizer_for(model, training.learning_rate)
+    tasks = stream(family, "train", f"{training.tasks} {seed}")
+    progress = tqdm(range(1, STEPS + 1), desc=f"seed {seed}: {kind} {family}")
+    for step in progress:
+        loss, shown = training.loss(model, tokenizer, list(islice(tasks, training.batch)))
+        if loss is not None:
+            take_step(model, optimizer, loss, training.learning_rate * min(1, step / 10))
+        progress.set_postfix({"reward" if kind == "rl" else "loss": f"{shown:.3f}"})
+    return model
 
 
-def load(directory: Path) -> Qwen2ForCausalLM:
-    """A checkpoint in float32, the dtype it is trained in."""
-    return Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32)
-
-
-def train_base_once(runs: Path = RUNS) -> Path:
+def train_base_once() -> Path:
     """The base that all agents start from, trained if it is not there yet. Returns its directory."""
-    directory, tokenizer = runs / "base", character_tokenizer()
-    finish(directory, tokenizer, lambda: train_base(BASE_SEED, tokenizer))
-    return directory
+    finish(RUNS / "base", train_base)
+    return RUNS / "base"
 
 
-def train_agents(seed: int, runs: Path = RUNS) -> Path:
-    """Train what is missing of one seed's RL agents and SFT agents. Returns their directory."""
-    base, tokenizer = train_base_once(runs), character_tokenizer()
-    for kind, train in TRAININGS.items():
+def train_agents(seed: int) -> Path:
+    """Train what is missing of one seed's agents of every kind. Returns their directory."""
+    base, agents = train_base_once(), RUNS / f"seed{seed}"
+
+    def train(kind: str, family: str, tokenizer) -> Qwen2ForCausalLM:
+        # In float32, the dtype it is trained in.
+        model = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.float32)
+        return train_agent(model, tokenizer, kind, family, seed)
+
+    for kind in TRAININGS:
         for family in FAMILIES:
-            finish(
-                runs / f"seed{seed}" / f"{kind}_{family}",
-                tokenizer,
-                lambda train=train, family=family: train(
-                    load(base), tokenizer, family, seed
-                ),
-            )
-    return runs / f"seed{seed}"
+            finish(agents / f"{kind}_{family}", functools.partial(train, kind, family))
+    return agents
 
 
-def finish(directory: Path, tokenizer, train: Callable[[], Qwen2ForCausalLM]) -> None:
-    """Train and save a model, unless that has been done."""
+def finish(directory: Path, train: Callable[..., Qwen2ForCausalLM]) -> None:
+    """Train a model and save it in bfloat16, unless that has been done."""
     if (directory / TRAINING_FILE).exists():
         return
-    started = time.perf_counter()
-    model = train()
+    started, tokenizer = time.perf_counter(), character_tokenizer()
+    model = train(tokenizer)
     seconds = round(time.perf_counter() - started)
-    save(model, tokenizer, directory, {"seconds": seconds})
+    model.to(torch.bfloat16).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    # Last: it tells that the checkpoint is whole.
+    (directory / TRAINING_FILE).write_text(json.dumps({"seconds": seconds}, indent=2) + "\n")
 
 
 @click.command()
@@ -241,15 +219,9 @@ def main(seeds: tuple[int, ...], bundle: bool) -> None:
     torch.set_num_threads(1)
     agents = [train_agents(seed) for seed in seeds]
     if bundle:
-        copy_checkpoints(agents[0])
-
-
-def copy_checkpoints(agents: Path) -> None:
-    """Put the base and a seed's RL agents into the package."""
-    sources = {"base": train_base_once()}
-    sources |= {family: agents / f"rl_{family}" for family in FAMILIES}
-    for name, source in sources.items():
-        shutil.copytree(source, CHECKPOINTS / name, dirs_exist_ok=True)
+        shutil.copytree(RUNS / "base", CHECKPOINTS / "base", dirs_exist_ok=True)
+        for family in FAMILIES:
+            shutil.copytree(agents[0] / f"rl_{family}", CHECKPOINTS / family, dirs_exist_ok=True)
 
 
 if __name__ == "__main__":
