@@ -17,6 +17,7 @@ import checkpoints
 import click
 import harness
 from checkpoints import METHODS, Sizes
+from click.testing import CliRunner
 
 OURS = ("ram", "ramplus")
 # Axis → where on it, sizes of the models, agents.
@@ -61,7 +62,12 @@ def check(method: str, models: Path) -> float:
     from mergekit_ram.cli import main
 
     recipe = checkpoints.write_recipe(models / "recipe.yml", method, models)
-    run = lambda: main(["check", str(recipe)], standalone_mode=False)  # noqa: E731
+
+    def run() -> None:
+        result = CliRunner().invoke(main, ["check", str(recipe)])
+        if result.exit_code:
+            raise RuntimeError(result.output)
+
     return min(harness.clock(run), harness.clock(run)).seconds
 
 
