@@ -1,4 +1,4 @@
-"""Llama checkpoints of random weights, a base and agents that changed a fifth of it; their merges."""
+"""Llama checkpoints of random weights: a base, agents that changed a fifth of it, merges."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def evict(models: Path) -> None:
 
 
 _BUILT_IN = "built-in "
-# Merge methods, ``built-in`` those of mergekit that ours replace, with the parameters of every agent.
+# Merge methods, ``built-in`` mergekit's that ours replace, with the parameters of every agent.
 METHODS: dict[str, dict[str, float]] = {
     "built-in ram": {},
     "built-in ramplus_tl": {},

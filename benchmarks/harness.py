@@ -173,9 +173,10 @@ class Table:
             if row[y] is not None:
                 label = ", ".join(row[name] for name in labels)
                 curves.setdefault(label, []).append((row[x], row[y]))
-        for label, curve in curves.items():
-            if labels:  # linear growth has a slope of 1
-                panel.loglog(*zip(*curve), "o-", label=label, markersize=4)
+        for i, (label, curve) in enumerate(curves.items()):
+            if labels:  # linear growth has a slope of 1; the colours repeat after ten
+                style = "o-" if i < 10 else "s--"
+                panel.loglog(*zip(*curve), style, label=label, markersize=4)
                 panel.legend(fontsize=7)
             else:
                 panel.bar_label(panel.barh(*zip(*curve[::-1])), fmt="%.1f", padding=3)

@@ -87,7 +87,9 @@ def time_tensor(tensors: Inputs, repeats: int, patience: float) -> Iterator[tupl
     best = harness.interleave(runs, least=2, most=repeats, patience=patience)
     copy, ram = best["copy"].seconds, best["ram"].seconds
     for name, (seconds, *_) in best.items():
-        yield tensors[0].numel(), name, seconds, seconds / copy, seconds / ram
+        built_in = best.get(f"built-in {name}")
+        faster = built_in and built_in.seconds / seconds
+        yield tensors[0].numel(), name, seconds, seconds / copy, seconds / ram, faster
 
 
 def weigh(contender: str, dtype: str, elements: int) -> int | None:
@@ -143,6 +145,7 @@ def main(sizes, agents, dtypes, repeats, patience, memory, report):
         for number in agents:
             rows[dtype, number] += time_tensor(tensors[: 1 + number], repeats, patience)
     columns = {"elements": ",", "pass": "", "seconds": ".6f", "/ copy": ".2f", "/ ram": ".2f"}
+    columns["built-in / it"] = ".2f"
     for (dtype, number), found in rows.items():
         plot = ("elements", "seconds", "pass") if number == VARIANT_AGENTS else ()
         title = f"One tensor, {dtype}, agents: {number}"

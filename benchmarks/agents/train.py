@@ -31,11 +31,11 @@ RUNS = Path(__file__).parent / "runs"
 TRAINING_FILE = "training.json"
 BASE_SEED = 0
 
-# The base: steps, tasks of each family a step, learning rate of AdamW; accuracy at which a family takes a rest.
+# The base: steps, tasks of each family a step, learning rate; accuracy at which a family rests.
 BASE_STEPS, BASE_BATCH, BASE_LR, KNOWN = 500, 32, 3e-3, 0.6
 CHECK_EVERY = 25
 
-# Agents: steps; GRPO's prompts a step, completions a prompt, learning rate of AdamW; imitation's tasks a step.
+# Agents: steps; GRPO's prompts a step, completions a prompt, learning rate; imitation's tasks.
 STEPS, PROMPTS, GROUP, RL_LR, SFT_BATCH = 70, 16, 8, 5e-5, 32
 CLIP_NORM = 1.0
 
@@ -155,7 +155,7 @@ class Training(NamedTuple):
     learning_rate: float
 
 
-# Reinforcement learning; for contrast imitation, at ten times its learning rate as is usual, and at its.
+# Reinforcement learning; for contrast imitation, at ten times its learning rate, and at its.
 TRAININGS = {
     "rl": Training(grpo_loss, "rl", PROMPTS, RL_LR),
     "sft": Training(imitation_loss, "sft", SFT_BATCH, 10 * RL_LR),
