@@ -74,7 +74,6 @@ def test_what_is_not_finite_is_counted_as_it_is_merged(
         alone = merge(base, agents, rule, block_elements=block)
         assert torch.equal(merged.view(torch.int32), alone.view(torch.int32))
         counts += [counted, count(base, agents, rule, block_elements=block)]
-    compiled.enabled.cache_clear()
     assert all(counted == counts[0] for counted in counts)
     changed = np.abs(signs)
     changers = changed.sum(0)
@@ -100,7 +99,6 @@ def test_counts_are_those_of_plain_arithmetic_for_any_number_of_agents(
     merged, counts = merge_and_count(base, models)
     again = count(base, models, block_elements=1000)
     alone = merge(base, models)
-    compiled.enabled.cache_clear()
     assert counts == again
     assert torch.equal(merged, alone)
     delta = tensors.double() - base.double()
@@ -149,7 +147,6 @@ def test_an_output_that_overflows_is_refused_or_counted(way, compiling, monkeypa
     found = kernel.merge_in_full(
         base, agents, Rule(finite=False, **rule), counting=True, out_dtype=out_dtype
     )
-    compiled.enabled.cache_clear()
     assert found.overflowed == 3
     assert not found.tensor[:3].isfinite().any()
     assert found.tensor[3:].isfinite().all()
@@ -243,6 +240,12 @@ def test_overflows_are_picklable():
 
 
 # --- Whole merges ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def forget_compiling():
+    yield
+    compiled.enabled.cache_clear()
 
 
 @pytest.fixture(autouse=True)
