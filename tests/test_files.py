@@ -318,3 +318,14 @@ def test_nested_pickles_are_refused_with_what_to_do(key, models, tmp_path):
     said = refused(tmp_path)
     assert "save the weights alone" in said.replace("\n", " ")
     assert key in said
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+)
+def test_plain_floats_are_not_taken_for_quantized(dtype, suffix, tmp_path):
+    weights = {"l.weight": torch.ones(4, 4, dtype=dtype)}
+    file = tmp_path / f"model.{suffix}"
+    save_file(weights, file) if suffix == "safetensors" else torch.save(weights, file)
+    assert Checkpoint.of_file(str(file)).quantization is None

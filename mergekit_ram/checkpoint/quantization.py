@@ -30,7 +30,7 @@ _COMPANIONS = (
 )
 # Whose companion has to be there too: alone, the name means nothing.
 _PAIRED = {"_blocks": "_scales"}
-_FEW_BITS = ("F8", "F6", "F4")
+_FEW_BITS = ("F8", "F6_", "F4")
 _BYTES = ("I8", "U8", "quint8", "qint8")
 
 
