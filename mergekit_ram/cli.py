@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Iterable
 
 import click
 
@@ -99,21 +100,22 @@ def check(recipe: str, out_path: str | None, as_json: bool, **options) -> None:
 )
 def merge(recipe: str, out_path: str, ray_address: str | None, **options) -> None:
     """Merge by a RECIPE into OUT_PATH, as mergekit-yaml does, once the recipe is checked."""
-    import yaml
-    from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
     from mergekit.options import MergeOptions
 
+    from mergekit_ram.recipe import Recipe
+
+    read = Recipe.read(recipe)
+    warn(read.warnings)
     merge_options = MergeOptions(**options)
     merge_options.apply_global_options()
     if ray_address is not None:
         from mergekit_ram.cluster import ClusterOptions
 
         merge_options = ClusterOptions.beside(out_path, merge_options, ray_address)
-    with open(recipe, encoding="utf-8") as file:
-        source = file.read()
-    config = MergeConfiguration.model_validate(yaml.safe_load(source))
-    run_merge(config, out_path, options=merge_options, config_source=source)
+    run_merge(
+        read.configuration(), out_path, options=merge_options, config_source=read.source
+    )
 
 
 def recipe_options(command):
@@ -234,14 +236,23 @@ def read_recipe(path: str, options: dict):
     """The recipe and mergekit's options, in force; of a command's options."""
     from mergekit.options import MergeOptions
 
-    from mergekit_ram.recipe import Recipe
+    from mergekit_ram.recipe import Recipe, parameter_warnings
 
     settings = {
         name: options.pop(name) for name in ("tensor_union", "tensor_intersection")
     }
     merge_options = MergeOptions(**options)
     merge_options.apply_global_options()
-    return Recipe.read(path, **settings), merge_options
+    recipe = Recipe.read(path, **settings)
+    warn([*recipe.warnings, *parameter_warnings(recipe.method, recipe.content)])
+    return recipe, merge_options
+
+
+def warn(warnings: Iterable[str]) -> None:
+    from mergekit_ram.report import LOG
+
+    for warning in warnings:
+        LOG.warning(warning)
 
 
 def give_out(

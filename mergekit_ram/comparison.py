@@ -22,7 +22,7 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 from pydantic import ConfigDict
 
-from mergekit_ram import retention
+from mergekit_ram import plans, retention
 from mergekit_ram.errors import MergeError
 from mergekit_ram.findings import AgentComparison, Comparison, MethodComparison
 from mergekit_ram.inspection import count, plan_inspection
@@ -126,6 +126,11 @@ class CompareTensor(Task[Any]):
         if found is None:
             return None
         group, epsilon = found
+        if not group.non_base:
+            # The base's own weights go through, whatever the method.
+            nothing = Outcome(0.0, Retention((), delta_square=0.0, changed=0))
+            outcomes = (nothing,) * len(self.methods)
+            return Compared((), group.base.tensor.numel(), outcomes)
         agents = [entry.tensor for entry in group.non_base]
         outcomes: list[Outcome] = []
         waiting: list[tuple[float, torch.Tensor]] = []
@@ -180,8 +185,9 @@ def compare(
     """
     for name in methods:
         require_method(name)
-    counted = plan_inspection(recipe, options, {})
-    planned = tuple(_plan(recipe, options, name) for name in methods)
+    prepared = plans.prepared(recipe, options)
+    counted = plan_inspection(prepared, options, {})
+    planned = tuple(_plan(prepared, options, name) for name in methods)
     overlap, counting_seconds = None, 0.0
     if "ramplus" in methods:
         counting = count(counted, sample_every=0, description="Counting overlap")
@@ -234,7 +240,7 @@ def _plan(recipe: Recipe, options: MergeOptions, name: str) -> PlannedMethod:
     if name in _PRUNING:
         wanted["density"] = _PRUNED_DENSITY
     assumed = {n: value for n, value in wanted.items() if n not in recipe.parameters()}
-    saves = recipe.by_method(name).with_defaults(wanted).plan(options)
+    saves = plans.plan(recipe.by_method(name).with_defaults(wanted), options)
     return PlannedMethod(
         name=name,
         merges={save.tensor_name: _merge_of(save) for save in saves},
@@ -244,13 +250,19 @@ def _plan(recipe: Recipe, options: MergeOptions, name: str) -> PlannedMethod:
 
 
 def _merge_of(save: SaveTensor) -> ExecuteMergeMethodTask:
-    """The merge, without the base where that would be one model among the others to the method."""
+    """The merge of the models that the method takes: not of the base where that would be one among the others to it.
+
+    Where slices have unlike sources, mergekit also leaves some out of what comes after the layers.
+    """
     merge = save.tensor_task
+    order = tuple(
+        model for model in merge.model_order if model in merge.input_parameters
+    )
     contract = merge_methods.get(merge.method_name).spec.contract
     if contract.base not in (BasePolicy.IGNORED, BasePolicy.FORBIDDEN):
-        return merge
-    agents = tuple(model for model in merge.model_order if model != merge.base_model)
-    return merge.model_copy(update={"model_order": agents, "base_model": None})
+        return merge.model_copy(update={"model_order": order})
+    agents = tuple(model for model in order if model != merge.base_model)
+    return merge.model_copy(update={"model_order": agents or order, "base_model": None})
 
 
 def _group_and_epsilon(

@@ -87,6 +87,20 @@ class WriteError(MergeError):
     """The merged model cannot be written. The message names the file and the reason."""
 
 
+class MalformedRecipeError(MergeError):
+    """A file that holds no recipe. The message names the file, the places in it and what was expected there.
+
+    Attributes:
+        faults: what is wrong, one by one.
+    """
+
+    def __init__(self, path: str, faults: Iterable[str]):
+        self.path = path
+        self.faults = tuple(dict.fromkeys(faults))
+        listed = "".join(f"\n  - {fault}" for fault in self.faults)
+        super().__init__(f"{path} is not a recipe:{listed}")
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that keeps a recipe from being merged.
@@ -126,6 +140,10 @@ class RecipeError(MergeError):
                 if problem.where == where:
                     yield f"  - {problem.what}"
                     yield f"    {problem.remedy}"
+
+
+class UnplannableError(RecipeError):
+    """A recipe that mergekit itself cannot plan."""
 
 
 class IncompatibleMergekitError(_Picklable, RuntimeError):

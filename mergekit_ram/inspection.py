@@ -15,8 +15,8 @@ from mergekit.common import ModelReference
 from mergekit.merge_methods.base import TensorGroup
 from mergekit.options import MergeOptions
 
-from mergekit_ram import magnitude
-from mergekit_ram.errors import MergeError
+from mergekit_ram import magnitude, plans
+from mergekit_ram.errors import MergeError, RecipeError
 from mergekit_ram.findings import Inspection, MagnitudeReport, SweepPoint
 from mergekit_ram.magnitude import Magnitudes
 from mergekit_ram.methods import RamMethod
@@ -70,8 +70,8 @@ class InspectTensor(CountOverlap):
     ) -> Inspected:
         start = time.perf_counter()
         overlap = method.count_group(group, parameters, input_dtype=input_dtype)
-        magnitudes = None
-        if self.sample_every:
+        magnitudes = None  # of agents, of which slices of the base alone have none
+        if self.sample_every and group.non_base:
             magnitudes = magnitude.measure(
                 *method.kernel_inputs(group, parameters),
                 input_dtype=input_dtype,
@@ -87,8 +87,14 @@ def plan_inspection(
 
     Args:
         parameters: of ``ramplus``, in place of the recipe's own.
+
+    Raises:
+        MergeError: the recipe cannot be merged. It names the recipe's own method.
     """
-    saves = recipe.by_method("ramplus", parameters).plan(options)
+    try:
+        saves = plans.plan(recipe.by_method("ramplus", parameters), options)
+    except RecipeError as error:
+        raise type(error)(recipe.method, error.problems) from error
     return saves[0].tensor_task.overlap
 
 
@@ -137,7 +143,8 @@ def inspect(
     Raises:
         MergeError: the recipe cannot be merged.
     """
-    planned = plan_inspection(recipe, options, parameters or {})
+    prepared = plans.prepared(recipe, options)
+    planned = plan_inspection(prepared, options, parameters or {})
     found = list(
         count(
             planned,
@@ -178,7 +185,8 @@ def _magnitudes(
     place = {agent: i for i, agent in enumerate(agents)}
     above = torch.zeros(len(agents), 1 + len(magnitude.EDGES), dtype=torch.float64)
     shared = torch.zeros(len(agents), len(magnitude.SWEEP), dtype=torch.float64)
-    for inspected in found:
+    measured = [inspected for inspected in found if inspected.magnitudes is not None]
+    for inspected in measured:
         places = [place[agent] for agent in inspected.overlap.agents]
         above[places] += inspected.magnitudes.changed
         shared[places] += inspected.magnitudes.shared
@@ -194,8 +202,8 @@ def _magnitudes(
         )
         for i, epsilon in enumerate(magnitude.SWEEP)
     }
-    total = sum(inspected.magnitudes.total for inspected in found)
-    sampled = sum(inspected.magnitudes.sampled for inspected in found)
+    total = sum(inspected.magnitudes.total for inspected in measured)
+    sampled = sum(inspected.magnitudes.sampled for inspected in measured)
     counts = above - torch.nn.functional.pad(above[:, 1:], (0, 1))
     report = MagnitudeReport(
         edges=list(magnitude.EDGES),

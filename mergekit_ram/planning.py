@@ -29,6 +29,7 @@ from mergekit_ram.errors import (
     MergeError,
     ParameterError,
     RecipeError,
+    UnplannableError,
 )
 from mergekit_ram.methods import (
     MEASURE,
@@ -150,7 +151,7 @@ def extend_planner(module: ModuleType) -> None:
         return
     _extend_writer()
     _require_parameters(planner, "_plan", [])
-    _require_parameters(planner, "plan_tensor", ["weight"])
+    _require_parameters(planner, "plan_tensor", ["weight", "weights_in", "models"])
     _require("_tensors" in planner.__annotations__, "MergePlanner._tensors is gone")
     _require_parameters(planner, "plan_to_disk", ["out_path"])
     plan, plan_tensor = planner._plan, planner.plan_tensor
@@ -161,11 +162,21 @@ def extend_planner(module: ModuleType) -> None:
         method = _BY_NAME.get(self.config.merge_method)
         if method is None:
             return plan(self)
+        from mergekit_ram.check.problems import unplannable
+        from mergekit_ram.references import plain
+
         # Planning rewrites the configuration, so take the recipe before.
-        recipe = self.config.model_dump(mode="json", exclude_defaults=True)
+        recipe = plain(self.config)
         refusals = Refusals()
         with refusals.collect():
-            plan(self)
+            try:
+                plan(self)
+            except MergeError:
+                raise
+            except Exception as error:
+                raise UnplannableError(
+                    method.spec.name, [unplannable(error)]
+                ) from error
         weights = [weight for weight, _ in self._tensors]
         merges = [
             _round_once(task, weight.force_dtype or self.config.out_dtype)
@@ -189,9 +200,12 @@ def extend_planner(module: ModuleType) -> None:
         return _with_report(targets, out_path, record)
 
     @functools.wraps(plan_tensor)
-    def extended_plan_tensor(self, weight, *args, **kwargs) -> None:
+    def extended_plan_tensor(self, weight, weights_in, models, *args, **kwargs) -> None:
         _name_tensor(weight.name)
-        plan_tensor(self, weight, *args, **kwargs)
+        if self.config.merge_method in _BY_NAME and len(weights_in) < len(models):
+            # mergekit counts the first slice's sources for what comes after the last one, all by one name.
+            weights_in = [weight] * len(models)
+        plan_tensor(self, weight, weights_in, models, *args, **kwargs)
 
     planner.mergekit_ram_record = None
     planner._plan, planner.plan_tensor = extended_plan, extended_plan_tensor
@@ -204,27 +218,32 @@ def extend_merge(module: ModuleType) -> None:
     Args:
         module: ``mergekit.merge``.
     """
-    _require_parameters(module, "run_merge", ["merge_config", "out_path", "options"])
+    expected = ["merge_config", "out_path", "options", "config_source"]
+    _require_parameters(module, "run_merge", expected)
     run_merge = module.run_merge
     if _is_extended(run_merge):
         return
 
     @functools.wraps(run_merge)
-    def extended_run_merge(merge_config, out_path, options, *args, **kwargs) -> None:
+    def extended_run_merge(
+        merge_config, out_path, options, config_source=None, **kwargs
+    ) -> None:
         if merge_config.merge_method not in _BY_NAME:
-            return run_merge(merge_config, out_path, options, *args, **kwargs)
-        from mergekit_ram import cluster, output
+            return run_merge(merge_config, out_path, options, config_source, **kwargs)
+        from mergekit_ram import architectures, cluster, output, references
         from mergekit_ram.check import recipes
 
         garbage.spare_imports()
+        source = config_source or references.to_yaml(merge_config)
         plain = cluster.of_merge(options)
+        merge_config = architectures.unwrap(merge_config, plain)
         recipes.require_mergeable(merge_config, plain, out_path)
         try:
             with (
                 cluster.finished_parts_kept(options),
                 output.staged_output(out_path) as staging,
             ):
-                run_merge(merge_config, staging, options, *args, **kwargs)
+                run_merge(merge_config, staging, options, source, **kwargs)
                 output.drop_quantization(staging)
                 output.add_card_section(staging)
         except MergeError:
@@ -374,12 +393,14 @@ def extend_raw_pytorch(module: ModuleType) -> None:
         raise RecipeError(config.merge_method, problems)
 
     def planned(method, config, out_path, tensor_union, tensor_intersection, options):
+        from mergekit_ram.references import plain
+
         refusals = Refusals()
         with refusals.collect():
             targets = plan(config, out_path, tensor_union, tensor_intersection, options)
         *saves, finalize = targets
-        merges = [save.tensor_task for save in saves]
-        recipe = config.model_dump(mode="json", exclude_defaults=True)
+        merges = [_by_number(save.tensor_task) for save in saves]
+        recipe = plain(config)
         record = _record(method, merges, config.base_model, recipe)
         _require_mergeable(merges, refusals, record, config.dtype)
         merges = _extended_merges(method, merges, record, options)
@@ -511,6 +532,14 @@ def _with_report(
     return [*(task for task in targets if not isinstance(task, implied)), report]
 
 
+def _by_number(task: Any) -> Any:
+    """The same merge, its inputs not passed by their paths, which mergekit takes apart at spaces, ``+`` and ``@``."""
+    from mergekit_ram import tasks
+
+    tensors = tasks.NumberedTensors(tensors=task.gather_tensors.tensors)
+    return task.model_copy(update={"gather_tensors": tensors})
+
+
 def _round_once(task: Any, name: str | None) -> Any:
     """The same merge, writing the dtype that is saved, so that saving does not round again."""
     dtype = dtype_from_name(name)
@@ -525,6 +554,7 @@ def _require_mergeable(
     """Refuse what planning can show to be wrong, all at once, before a weight is read."""
     from mergekit_ram.check import tensors
     from mergekit_ram.check.problems import parameter_problem
+    from mergekit_ram.recipe import parameter_warnings
 
     for merge in merges:
         refusals.tensor = merge.output_weight.name
@@ -536,6 +566,7 @@ def _require_mergeable(
     problems += tensors.tensor_problems(merges, checkpoints)
     if problems:
         raise RecipeError(record.method, problems)
+    record.warn(*parameter_warnings(record.method, record.recipe))
     record.warn(*tensors.rounding_warnings(record.agents, checkpoints, dtype))
     record.warn(*checkpoints.quantization_warnings())
 

@@ -1,35 +1,34 @@
-"""Recipes as they are written, and their plans: for any merge method, without merging anything.
-
-mergekit plans a recipe for ``mergekit-yaml`` and one for ``mergekit-pytorch`` in different ways. Both end in a list of
-``SaveTensor`` tasks, one an output tensor, each of the merge that makes it.
-"""
+"""Recipes as they are written, of ``mergekit-yaml``, ``mergekit-multi`` and ``mergekit-pytorch`` alike: read once."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 from mergekit import merge_methods
-from mergekit.architecture import get_architecture_info
 from mergekit.config import MergeConfiguration
-from mergekit.graph import TaskUniverse
-from mergekit.io.tasks import LoaderCache, SaveTensor
 from mergekit.merge_methods.base import ParameterScope
-from mergekit.options import MergeOptions
-from mergekit.plan import MergePlanner
-from mergekit.scripts import merge_raw_pytorch
+from mergekit.scripts.merge_raw_pytorch import RawPyTorchMergeConfig
+from pydantic import ValidationError
 
-from mergekit_ram.check.files import merges_files
-from mergekit_ram.check.recipes import require_mergeable
-from mergekit_ram.errors import MergeError
+from mergekit_ram.errors import MalformedRecipeError, MergeError
+from mergekit_ram.malformed import (
+    Fault,
+    nearest,
+    schema_faults,
+    validation_faults,
+    yaml_fault,
+)
 from mergekit_ram.methods import METHODS
 
-_OURS = frozenset(method.spec.name for method in METHODS)
+OURS = frozenset(method.spec.name for method in METHODS)
 _PARAMETERS = "parameters"
-# What reading something else than a recipe runs into.
-_MALFORMED = (ValueError, TypeError, AttributeError, RuntimeError)
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+# Whose parameters a recipe may keep when only its merge_method becomes one of ours.
+_TOLERATED_OF = ("task_arithmetic", "ties", "dare_ties", "dare_linear", "della", "della_linear")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,33 +36,32 @@ class Recipe:
     """A recipe as plain YAML content.
 
     Attributes:
-        content: what the file holds.
+        content: what the file holds, without a name.
+        source: the text of the file.
+        warnings: what the file says that a merge pays no heed to.
         tensor_union, tensor_intersection: how ``mergekit-pytorch`` takes state dicts of different tensors.
     """
 
     content: Mapping[str, Any]
+    source: str = ""
+    warnings: tuple[str, ...] = ()
     tensor_union: bool = False
     tensor_intersection: bool = False
 
     @classmethod
     def read(cls, path: str, **settings: bool) -> Recipe:
-        """Read a recipe of ``mergekit-yaml`` or of ``mergekit-pytorch``.
+        """Read a file of one recipe.
 
         Raises:
-            MergeError: the file holds no recipe, one of an unknown method, or one without a base model.
+            MergeError: the file holds no recipe, several, or one of an unknown method.
         """
-        with open(path, encoding="utf-8") as file:
-            try:
-                recipe = cls(yaml.safe_load(file), **settings)
-                recipe._configuration()
-            except (yaml.YAMLError, *_MALFORMED) as error:
-                raise MergeError(f"{path} is not a recipe: {error}") from None
-        require_method(recipe.method)
-        if not any(_values(recipe.content, "base_model")):
+        recipes = read_recipes(path, **settings)
+        if len(recipes) > 1:
             raise MergeError(
-                f"{path} names no base_model, and what an agent changed is its difference from the base: add "
-                "base_model, the model that all agents were trained from"
+                f"{path} holds {len(recipes)} recipes: merge them with mergekit-multi, or name a file of one"
             )
+        (recipe,) = recipes.values()
+        require_method(recipe.method)
         return recipe
 
     @property
@@ -73,29 +71,36 @@ class Recipe:
     @property
     def of_state_dicts(self) -> bool:
         """Whether it is for ``mergekit-pytorch``, which takes files where ``mergekit-yaml`` takes models."""
-        return merges_files(self.content)
+        return _merges_files(self.content)
+
+    def configuration(self) -> MergeConfiguration | RawPyTorchMergeConfig:
+        """What mergekit makes of it; a new one every time, since planning rewrites it."""
+        return _schema(self.content).model_validate(self.content)
 
     def parameters(self) -> set[str]:
         """Names of the parameters that it sets anywhere."""
-        return {name for names in _values(self.content, _PARAMETERS) for name in names}
+        return parameters_set(self.content)
 
     def by_method(
         self, method: str, parameters: Mapping[str, Any] | None = None
     ) -> Recipe:
         """The same models merged by another method.
 
-        ``epsilon`` is left out where it would change its meaning, as between RAM and DELLA.
+        Parameters that it does not take are left out, and ``epsilon`` where it would change its meaning, as between
+        RAM and DELLA.
 
         Args:
             parameters: take the place of the recipe's own, wherever it sets them.
         """
-        foreign = (self.method in _OURS) != (method in _OURS)
-        overridden = {*(parameters or {}), *(["epsilon"] if foreign else [])}
+        overridden = set(parameters or {})
+        if (self.method in OURS) != (method in OURS):
+            overridden.add("epsilon")
+        taken = set(parameter_names(method)) - overridden
 
-        def without(settings: Mapping[str, Any]) -> dict[str, Any]:
-            return {k: v for k, v in settings.items() if k not in overridden}
+        def kept(settings: Mapping[str, Any]) -> dict[str, Any]:
+            return {k: v for k, v in settings.items() if k in taken}
 
-        content = _map_parameters(self.content, without)
+        content = _map_parameters(self.content, kept)
         content[_PARAMETERS] = {
             **(content.get(_PARAMETERS) or {}),
             **(parameters or {}),
@@ -109,42 +114,87 @@ class Recipe:
             settings[name] = _with_default(settings.get(name), default)
         return replace(self, content={**self.content, _PARAMETERS: settings})
 
-    def plan(self, options: MergeOptions) -> list[SaveTensor]:
-        """Every output tensor and how it is made. For our own methods all problems of the recipe are found first.
 
-        Raises:
-            MergeError: it cannot be merged.
-        """
-        try:
-            targets = self._plan(options)
-        except MergeError:
-            raise
-        except (RuntimeError, ValueError, OSError) as error:
-            raise MergeError(f"{self.method} cannot merge this recipe: {error}") from error  # fmt: skip
-        planned = TaskUniverse(targets).tasks
-        saves = [task for task in planned if isinstance(task, SaveTensor)]
-        if not saves:
-            raise MergeError("the recipe merges no tensor")
-        return saves
+def read_recipes(path: str, **settings: bool) -> dict[str | None, Recipe]:
+    """The recipes of a file by name, None for one without; several only in a file of ``mergekit-multi``.
 
-    def _plan(self, options: MergeOptions) -> list[Any]:
-        config = self._configuration()
-        if self.of_state_dicts:
-            return merge_raw_pytorch.plan_flat_merge(
-                config, "", self.tensor_union, self.tensor_intersection, options
+    Args:
+        settings: ``tensor_union`` and ``tensor_intersection`` of ``Recipe``.
+
+    Raises:
+        MergeError: says where in the file something else was expected.
+    """
+    source = _text(path)
+    try:
+        documents = list(yaml.safe_load_all(source))
+        nodes = list(yaml.compose_all(source, yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        raise MalformedRecipeError(path, [yaml_fault(error)]) from None
+    if not documents:
+        raise MalformedRecipeError(path, ["it is empty"])
+    recipes: dict[str | None, Recipe] = {}
+    faults: list[str] = []
+    for content, node in zip(documents, nodes):
+        found = list(_faults(content))
+        faults += [fault.text(node) for fault in found if not fault.warned]
+        if isinstance(content, Mapping):
+            name = content.get("name")
+            if name in recipes:
+                faults.append(f"two recipes are {f'named {name}' if name else 'without name'}")  # fmt: skip
+            recipes[name] = Recipe(
+                {key: value for key, value in content.items() if key != "name"},
+                source,
+                tuple(f"{path}: {fault.text(node)}" for fault in found if fault.warned),
+                **settings,
             )
-        if self.method in _OURS:
-            require_mergeable(config, options, None)
-        LoaderCache().setup(options)
-        architecture = get_architecture_info(config, options)
-        first = config.base_model or config.referenced_models()[0]
-        model_config = first.config(options.trust_remote_code)
-        return MergePlanner(config, architecture, options, model_config).plan_to_disk("")  # fmt: skip
+    if faults:
+        raise MalformedRecipeError(path, faults)
+    return recipes
 
-    def _configuration(self) -> Any:
-        if self.of_state_dicts:
-            return merge_raw_pytorch.RawPyTorchMergeConfig.model_validate(self.content)
-        return MergeConfiguration.model_validate(self.content)
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise MergeError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise MalformedRecipeError(
+            path, [f"byte {error.start} is not of UTF-8 text"]
+        ) from None
+
+
+def _faults(content: Any) -> Iterator[Fault]:
+    if not isinstance(content, Mapping):
+        yield Fault((), "expected `merge_method:`, `base_model:` and `models:`")
+        return
+    schema = _schema(content)
+    found = list(schema_faults(content, schema, also=("name",)))
+    yield from found
+    try:
+        schema.model_validate(content)
+    except ValidationError as error:
+        yield from validation_faults(error, content)
+    except RuntimeError as error:  # mergekit's own, which tell no place
+        if all(fault.warned for fault in found):
+            yield Fault((), str(error))
+
+
+def _schema(content: Mapping[str, Any]) -> Any:
+    return RawPyTorchMergeConfig if _merges_files(content) else MergeConfiguration
+
+
+def _merges_files(content: Mapping[str, Any]) -> bool:
+    models = content.get("models")
+    models = models if isinstance(models, list) else []
+    sources = [content.get("base_model"), *models]
+    paths = [s.get("model") if isinstance(s, Mapping) else s for s in sources]
+    return any(
+        isinstance(path, str)
+        and not os.path.isdir(path)
+        and (os.path.isfile(path) or path.lower().endswith(_WEIGHT_FILES))
+        for path in paths
+    )
 
 
 def require_method(name: str) -> None:
@@ -155,7 +205,9 @@ def require_method(name: str) -> None:
     """
     known = sorted(method.spec.name for method in merge_methods.registered_methods())
     if name not in known:
-        raise MergeError(f"no merge method {name}; known are {', '.join(known)}")
+        meant = nearest(name, known)
+        hint = f"; did you mean {meant}?" if meant else ""
+        raise MergeError(f"no merge method {name}; known are {', '.join(known)}{hint}")
 
 
 def required_parameters(method: str) -> tuple[str, ...]:
@@ -164,27 +216,51 @@ def required_parameters(method: str) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in spec.parameters if parameter.required)
 
 
-def parameter_names(method: str, *, by_model: bool) -> tuple[str, ...]:
-    """Names of the parameters that have one value, or one a model."""
+def parameter_names(method: str, *, by_model: bool | None = None) -> tuple[str, ...]:
+    """Names of the parameters; of those only that have one value, or one a model, unless None."""
     spec = merge_methods.get(method).spec
     return tuple(
         parameter.name
         for parameter in spec.parameters
-        if (parameter.scope != ParameterScope.SHARED) == by_model
+        if by_model in (None, parameter.scope != ParameterScope.SHARED)
     )
 
 
-def _values(content: Any, key: str) -> Iterator[Any]:
+def parameters_set(content: Any) -> set[str]:
+    """Names of the parameters that a recipe's content sets anywhere."""
+    return {name for names in values_of(content, _PARAMETERS) for name in names}
+
+
+def parameter_warnings(method: str, content: Any) -> list[str]:
+    """Which parameters of a recipe its method pays no heed to, other than those of methods that ours stand in for."""
+    taken = set(parameter_names(method))
+    if method in OURS:
+        taken |= {name for other in _TOLERATED_OF for name in parameter_names(other)}
+    warnings = []
+    for name in sorted(parameters_set(content) - taken):
+        meant = nearest(name, sorted(taken))
+        others = [m.spec.name for m in merge_methods.registered_methods()]
+        others = [other for other in others if name in parameter_names(other)]
+        hint = f"did you mean {meant}?" if meant else ""
+        if not meant and others:
+            hint = f"it is one of {', '.join(others)}"
+        warnings.append(
+            f"{method} has no parameter {name}, so it is ignored{'; ' if hint else ''}{hint}"
+        )
+    return warnings
+
+
+def values_of(content: Any, key: str) -> Iterator[Any]:
     """What stands under a key, at any depth."""
     if isinstance(content, Mapping):
         if content.get(key):
             yield content[key]
         for name, inner in content.items():
             if name != key:
-                yield from _values(inner, key)
+                yield from values_of(inner, key)
     elif isinstance(content, list):
         for inner in content:
-            yield from _values(inner, key)
+            yield from values_of(inner, key)
 
 
 def _map_parameters(content: Any, function: Callable[[Mapping], dict]) -> Any:

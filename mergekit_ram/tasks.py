@@ -16,7 +16,10 @@ import torch
 from mergekit.common import ImmutableMap, ModelReference
 from mergekit.graph import Executor, Task
 from mergekit.io.tasks import FinalizeModel, SaveTensor
-from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
+from mergekit.merge_methods.task_adapter import (
+    ExecuteMergeMethodTask,
+    TensorDictWrapper,
+)
 from mergekit.multigpu_executor import MultiGPUExecutor
 from mergekit.options import MergeOptions
 from pydantic import ConfigDict
@@ -127,6 +130,16 @@ class RamMerge(ExecuteMergeMethodTask, Task[torch.Tensor]):
         if overlap is not None:
             extra[RESCALING] = rescaling_by_agent(overlap, self.parameters)
         return _execute_with(self, tensors, extra)
+
+
+class NumberedTensors(TensorDictWrapper):
+    """mergekit's inputs of a merge of files, passed by number."""
+
+    def arguments(self) -> dict[str, Task]:
+        return {str(i): load for i, load in enumerate(self.tensors.values())}
+
+    def execute(self, **loaded: torch.Tensor) -> dict[ModelReference, torch.Tensor]:
+        return {model: loaded[str(i)] for i, model in enumerate(self.tensors)}
 
 
 class Saved(Task[None]):

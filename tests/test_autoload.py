@@ -221,7 +221,7 @@ def planner_without(name: str) -> type:
         _tensors: list
 
         def _plan(self): ...
-        def plan_tensor(self, weight): ...
+        def plan_tensor(self, weight, weights_in, models): ...
         def plan_to_disk(self, out_path): ...
 
     if name == "_tensors":
@@ -235,7 +235,7 @@ def module_without(name: str) -> SimpleNamespace:
     """A module that stands for one of mergekit's, all that the plugin relies on in place but for one name."""
     names = {
         "MergePlanner": planner_without(""),
-        "run_merge": lambda merge_config, out_path, options: None,
+        "run_merge": lambda merge_config, out_path, options, config_source: None,
         "plan_flat_merge": lambda config, options: None,
         "construct_param_dicts": lambda config, tensor_name: None,
         "main": SimpleNamespace(callback=lambda config_path, out_path: None),

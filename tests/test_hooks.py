@@ -61,6 +61,8 @@ EXAMPLES = {
     "OutputOverflowError": (3, torch.float16),
     "NonFiniteWeightsError": ("a.weight", {"model": 2}),
     "OverflowedWeightsError": ("a.weight", 2, "float16"),
+    "MalformedRecipeError": ("recipe.yml", ["line 3: expected a list"]),
+    "UnplannableError": ("ram", [errors.Problem("recipe", "it is bad", "mend it")]),
     "RecipeError": ("ram", [errors.Problem("recipe", "it is bad", "mend it")]),
 }
 EXCEPTIONS = [

@@ -22,6 +22,10 @@ class Combination:
     models: tuple[ModelReference, ...]
     layers: tuple[tuple[int, int] | None, ...]
 
+    @property
+    def agents(self) -> list[ModelReference]:
+        return [model for model in self.models if model != self.base]
+
 
 def combinations(config: MergeConfiguration) -> Iterator[Combination]:
     modules = config.modules or {"": config}
@@ -42,8 +46,12 @@ def combinations(config: MergeConfiguration) -> Iterator[Combination]:
 
 
 def combination_problems(config: MergeConfiguration) -> Iterator[Problem]:
-    for combination in combinations(config):
+    found = list(combinations(config))
+    for combination in found:
         yield from agent_problems(combination)
+    # Where other parts have agents, the base's weights go through.
+    if not any(combination.agents for combination in found):
+        yield from map(no_agent, found)
 
 
 def agent_problems(combination: Combination) -> Iterator[Problem]:
@@ -60,15 +68,8 @@ def agent_problems(combination: Combination) -> Iterator[Problem]:
             f"{place}: the base {base} is not among the sources",
             "list it as a source, with the layers it contributes",
         )
-    agents = [model for model in combination.models if model != base]
-    if not agents:
-        yield Problem(
-            RECIPE,
-            f"{place}: no agent besides the base",
-            "list the models to merge under `models:`",
-        )
     seen: dict[str, ModelReference] = {} if base is None else {_place(base): base}
-    for agent in agents:
+    for agent in combination.agents:
         twin = seen.setdefault(_place(agent), agent)
         if twin is not agent:
             role = "the base" if twin == base else "listed before"
@@ -77,6 +78,14 @@ def agent_problems(combination: Combination) -> Iterator[Problem]:
                 f"{place}: {agent} is the same model as {twin}, {role}",
                 "list every agent once, and the base only as `base_model:`",
             )
+
+
+def no_agent(combination: Combination) -> Problem:
+    return Problem(
+        RECIPE,
+        f"{combination.place}: no agent besides the base",
+        "list the models to merge under `models:`",
+    )
 
 
 def _place(model: ModelReference) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from typing import Any
 
 from mergekit.common import ModelReference
 
+from mergekit_ram.check.problems import reason
 from mergekit_ram.checkpoint.directories import weights_file
 from mergekit_ram.checkpoint.files import read_json
 from mergekit_ram.checkpoint.headers import UnreadableError
 from mergekit_ram.errors import Problem
+from mergekit_ram.references import misread, separator_hint
 
 _BESIDE = "check the path; a model needs its config.json beside its weights"
+_REMOTE_CODE = "it comes with Python code of its own, without which it cannot be read"
+_TRUST = "look through that code, then allow it to run on this machine with --trust-remote-code"
 _NAME = 'name it there, as in "architectures": ["LlamaForCausalLM"], or by `override_architecture:` in the recipe'
 
 
@@ -22,6 +25,10 @@ def read_config(
 ) -> tuple[Any, Problem | None]:
     """A model's transformers config, or None and what is wrong with it."""
     where, path = str(model), model.model.path
+    if misread(model):
+        return None, Problem(
+            where, f"it is read as {_parts(model)}", separator_hint(where)
+        )
     if path.startswith((".", "/", "~")) and not os.path.isdir(path):
         return None, Problem(where, "there is no such directory", _BESIDE)
     problem = _file_problem(model) if os.path.isdir(path) else None
@@ -30,10 +37,18 @@ def read_config(
     try:
         config = model.config(trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises a dozen kinds
-        reason = textwrap.shorten(str(error), 300)
-        return None, Problem(where, f"its config cannot be read: {reason}", _BESIDE)
+        if "trust_remote_code=True" in str(error):
+            return None, Problem(where, _REMOTE_CODE, _TRUST)
+        told = f"its config cannot be read: {reason(error)}"
+        return None, Problem(where, told, _BESIDE)
     problem = _architecture_problem(model, config)
     return (None, problem) if problem else (config, None)
+
+
+def _parts(model: ModelReference) -> str:
+    revision = f" at revision {model.model.revision}" if model.model.revision else ""
+    adapter = f" with the adapter {model.lora}" if model.lora else ""
+    return f"the model {model.model.path}{revision}{adapter}"
 
 
 def _file_problem(model: ModelReference) -> Problem | None:

@@ -1,31 +1,20 @@
-"""Recipe files, of ``mergekit-yaml``, ``mergekit-multi`` and ``mergekit-pytorch`` alike, and what is wrong with them."""
+"""What is wrong with a recipe file, be it of ``mergekit-yaml``, ``mergekit-multi`` or ``mergekit-pytorch``."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator
 
-import yaml
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
-from mergekit.scripts import merge_raw_pytorch, multimerge
+from mergekit.scripts import merge_raw_pytorch
 
+from mergekit_ram.check.problems import RECIPE
 from mergekit_ram.check.recipes import check, check_steps
 from mergekit_ram.errors import MergeError, Problem, RecipeError
 from mergekit_ram.methods import METHODS
-
-# What reading, parsing and validating a file that is something else raises.
-_NOT_A_RECIPE = (
-    OSError,
-    yaml.YAMLError,
-    ValueError,
-    RuntimeError,
-    TypeError,
-    AttributeError,
-    LookupError,
-)
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+from mergekit_ram.recipe import OURS, Recipe, read_recipes
+from mergekit_ram.references import dumpable
+from mergekit_ram.report import LOG
 
 
 def check_file(
@@ -47,68 +36,54 @@ def check_file(
     Raises:
         MergeError: the file is no recipe, or not for one of our methods.
     """
-    recipes = _parsed(path)
-    names = [method.spec.name for method in METHODS]
-    ours = {
-        name: config for name, config in recipes.items() if config.merge_method in names
+    settings = {
+        "tensor_union": tensor_union,
+        "tensor_intersection": tensor_intersection,
     }
+    recipes = read_recipes(path, **settings)
+    ours = {name: recipe for name, recipe in recipes.items() if recipe.method in OURS}
     if not ours:
-        methods = ", ".join(config.merge_method for config in recipes.values())
-        raise MergeError(
-            f"{path} uses merge_method {methods}; this checks {', '.join(names)}"
-        )
-    methods = ", ".join(dict.fromkeys(config.merge_method for config in ours.values()))
-    config = ours.get(None)
-    if len(recipes) > 1 or config is None:
+        methods = ", ".join(recipe.method for recipe in recipes.values())
+        names = ", ".join(method.spec.name for method in METHODS)
+        raise MergeError(f"{path} uses merge_method {methods}; this checks {names}")
+    for warning in (text for recipe in ours.values() for text in recipe.warnings):
+        LOG.warning(warning)
+    methods = ", ".join(dict.fromkeys(recipe.method for recipe in ours.values()))
+    recipe = ours.get(None)
+    if len(recipes) > 1 or recipe is None:
+        steps = {name: recipe.configuration() for name, recipe in ours.items()}
         # Where the steps lie makes no difference, so that their names do as paths.
-        return methods, check_steps(ours, options, pending=list(filter(None, recipes)))
-    if isinstance(config, MergeConfiguration):
-        return methods, check(config, options, out_path)
-    return methods, _check_raw(
-        config, options, out_path, tensor_union, tensor_intersection
-    )
+        pending = list(filter(None, recipes))
+        problems = check_steps(steps, options, pending=pending)
+        return methods, [*problems, *_undumpable(recipes)]
+    if recipe.of_state_dicts:
+        return methods, _check_state_dicts(recipe, options, out_path)
+    return methods, check(recipe.configuration(), options, out_path)
 
 
-def _parsed(path: str) -> dict[str | None, Any]:
-    """Recipes by name, None for one without."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            source = file.read()
-        documents = list(yaml.safe_load_all(source))
-        if len(documents) > 1 or "name" in documents[0]:
-            return multimerge.load_config(source, "")[0]
-        if merges_files(documents[0]):
-            model = merge_raw_pytorch.RawPyTorchMergeConfig
-        else:
-            model = MergeConfiguration
-        return {None: model.model_validate(documents[0])}
-    except _NOT_A_RECIPE as error:
-        raise MergeError(f"{path} is not a recipe: {error}") from None
+def _undumpable(recipes: dict[str | None, Recipe]) -> Iterator[Problem]:
+    """The paths that mergekit-multi fails on, since it writes its recipes down for itself."""
+    for recipe in recipes.values():
+        config = recipe.configuration()
+        if isinstance(config, MergeConfiguration):
+            for model in filter(lambda m: not dumpable(m), config.referenced_models()):
+                yield Problem(
+                    RECIPE,
+                    f"mergekit-multi cannot take the path {model}, for a space or a quotation mark in it",
+                    "give it another name, by a symbolic link say",
+                )
 
 
-def merges_files(recipe: Mapping[str, Any]) -> bool:
-    """Whether a recipe is for ``mergekit-pytorch``, which takes files where ``mergekit-yaml`` takes models."""
-    models = recipe.get("models")
-    sources = [recipe.get("base_model"), *(models if isinstance(models, list) else ())]
-    paths = [s.get("model") if isinstance(s, dict) else s for s in sources]
-    return any(
-        isinstance(path, str)
-        and not os.path.isdir(path)
-        and (os.path.isfile(path) or path.lower().endswith(_WEIGHT_FILES))
-        for path in paths
-    )
-
-
-def _check_raw(
-    config: merge_raw_pytorch.RawPyTorchMergeConfig,
-    options: MergeOptions,
-    out_path: str | None,
-    tensor_union: bool,
-    tensor_intersection: bool,
+def _check_state_dicts(
+    recipe: Recipe, options: MergeOptions, out_path: str | None
 ) -> list[Problem]:
     try:
         merge_raw_pytorch.plan_flat_merge(
-            config, out_path or "", tensor_union, tensor_intersection, options
+            recipe.configuration(),
+            out_path or "",
+            recipe.tensor_union,
+            recipe.tensor_intersection,
+            options,
         )
     except RecipeError as error:
         return list(error.problems)

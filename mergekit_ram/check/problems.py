@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from mergekit.common import dtype_from_name
@@ -20,6 +22,38 @@ NO_DTYPES = {"dtype": None, "out_dtype": None}
 
 def parameter_problem(refusal: str) -> Problem:
     return Problem(RECIPE, refusal, "see the parameters table in mergekit-ram's README")
+
+
+def unplannable(error: Exception) -> Problem:
+    """A problem of a recipe that mergekit's planner fails on, be it the recipe's fault or mergekit's."""
+    if isinstance(error, (RuntimeError, ValueError, OSError)):
+        return Problem(
+            RECIPE,
+            f"it cannot be planned: {reason(error)}",
+            "see mergekit's documentation of recipes",
+        )
+    return Problem(
+        RECIPE,
+        f"mergekit cannot plan a merge of this architecture: {reason(error)}",
+        f"this is a limit of mergekit, whatever the merge method; {RAW_MERGE}",
+    )
+
+
+# What is left where mergekit does not know which tensors a model has.
+RAW_MERGE = "to merge the files of weights name by name, name them in a recipe of mergekit-pytorch"
+
+
+def reason(error: Exception, width: int = 300) -> str:
+    """What an error says, on one line of whole sentences. Configs, which mergekit prints whole, are left out."""
+    text = " ".join(re.sub(r"\{.*\}", "{…}", str(error), flags=re.DOTALL).split())
+    if not isinstance(error, (RuntimeError, ValueError, OSError)) or not text:
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    if len(text) <= width:
+        return text
+    end = text.rfind(". ", 0, width)
+    return (
+        text[: end + 1] if end > 0 else textwrap.shorten(text, width, placeholder=" …")
+    )
 
 
 def number(tensors: Sequence[str]) -> str:

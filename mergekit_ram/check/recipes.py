@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +22,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 
+from mergekit_ram.architectures import unwrap
 from mergekit_ram.check.combinations import (
     Combination,
     combination_problems,
@@ -31,16 +31,20 @@ from mergekit_ram.check.combinations import (
 from mergekit_ram.check.config_files import is_adapter, read_config
 from mergekit_ram.check.problems import (
     NO_DTYPES,
+    RAW_MERGE,
     RECIPE,
     checkpoint_problems,
     dtype_problems,
     overwriting,
     place_problems,
+    reason,
     space_problems,
+    unplannable,
 )
 from mergekit_ram.check.tensors import DescribedLoader
 from mergekit_ram.checkpoint import Checkpoint
-from mergekit_ram.errors import Problem, RecipeError
+from mergekit_ram.errors import Problem, RecipeError, UnplannableError
+from mergekit_ram.references import misread
 from mergekit_ram.report import untold
 
 
@@ -62,7 +66,7 @@ class _Model:
         path = reference.model.path
         config, problem = read_config(reference, options.trust_remote_code)
         missing = path.startswith((".", "/", "~")) and not os.path.isdir(path)
-        if missing or (os.path.isdir(path) and is_adapter(path)):
+        if missing or misread(reference) or (os.path.isdir(path) and is_adapter(path)):
             return cls(reference, Checkpoint(), None, problem)
         lazy = options.lazy_unpickle
         checkpoint = Checkpoint.of(reference, config, lazy=lazy)
@@ -82,6 +86,7 @@ def check(
         out_path: where the merged model would go, for disk space and for not overwriting an input.
         pending: paths of models that other merges make first, of which nothing can be known yet.
     """
+    config = unwrap(config, options)
     models = _read_models(config, options, pending)
     problems = _recipe_problems(config, options, models, out_path)
     problems += _planned_problems(config, options, models, problems)
@@ -121,7 +126,8 @@ def require_mergeable(
     """
     models = _read_models(config, options)
     problems = _recipe_problems(config, options, models, out_path)
-    if any(model.lora for model in models) and not options.lora_merge_cache:
+    adapted = any(model.lora and not misread(model) for model in models)
+    if adapted and not options.lora_merge_cache:
         problems.append(_NO_LORA_CACHE)
     if problems or not all(map(_at_hand, models)):
         with untold():
@@ -192,15 +198,14 @@ def _planned_problems(
             MergePlanner(
                 config, architecture, options, models[base].config
             ).plan_in_memory()
+    except UnplannableError as error:
+        return [] if known else list(error.problems)
     except RecipeError as error:
         # A quantized model has other tensors; that is said already.
         quantized = {str(m.reference) for m in models.values() if m.quantized}
         return [p for p in error.problems if p.where not in quantized]
     except Exception as error:  # mergekit's, of a recipe that it cannot plan
-        if known:
-            return []
-        remedy = "see mergekit's documentation of recipes"
-        return [Problem(RECIPE, f"it cannot be planned: {error}", remedy)]
+        return [] if known else [unplannable(error)]
     return []
 
 
@@ -272,21 +277,41 @@ def _architecture_problems(
         yield Problem(
             str(model),
             f"its architecture is {_listed(configs[model].architectures)}, the base's {_listed(expected)}",
-            "only models trained from the base can be merged",
+            "only models trained from the base can be merged; if it was, under another name, set its "
+            "`override_architecture:` or allow any with --allow-crimes",
         )
     alike = [model for model in configs if model not in others]
     try:
         known = _without(config, {model for model in models if model not in alike})
         architecture = _architecture(known, options, models)
     except Exception as error:  # mergekit's, of models that it does not know
-        yield Problem(RECIPE, f"unknown architecture: {error}", "update mergekit")
+        yield Problem(
+            RECIPE,
+            f"unknown architecture: {reason(error)}",
+            f"update mergekit; {RAW_MERGE}",
+        )
         return
     if architecture is None:
         return
+    unknown = [
+        name for name in config.modules or () if name not in architecture.modules
+    ]
+    if unknown:
+        yield Problem(
+            RECIPE,
+            f"modules: the architecture has no {', '.join(unknown)}",
+            f"its modules are {', '.join(architecture.modules)}",
+        )
     for name, module in architecture.modules.items():
-        layers = {
-            model: module.architecture.num_layers(configs[model]) for model in alike
-        }
+        try:
+            layers = {m: module.architecture.num_layers(configs[m]) for m in alike}
+        except Exception as error:  # mergekit's, of configs of another make
+            yield Problem(
+                RECIPE,
+                f"mergekit does not find the number of layers: {reason(error)}",
+                f"this is a limit of mergekit, whatever the merge method; {RAW_MERGE}",
+            )
+            return
         for combination in combinations(config):
             if combination.place.startswith("modules.") and (
                 not combination.place.startswith(f"modules.{name}.")
@@ -309,7 +334,7 @@ def _config_problems(
     except Exception as error:  # transformers raises a dozen kinds
         yield Problem(
             RECIPE,
-            f"the merged model's config is not valid: {textwrap.shorten(str(error), 300)}",
+            f"the merged model's config is not valid: {reason(error)}",
             "keep the base's number of layers, which mergekit cannot change for every architecture",
         )
 

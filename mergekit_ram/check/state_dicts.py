@@ -10,7 +10,7 @@ import yaml
 from mergekit.common import ModelReference
 
 from mergekit_ram import publishing
-from mergekit_ram.check.combinations import Combination, agent_problems
+from mergekit_ram.check.combinations import Combination, agent_problems, no_agent
 from mergekit_ram.check.problems import (
     NO_DTYPES,
     checkpoint_problems,
@@ -49,8 +49,10 @@ def raw_problems(
         reference: Checkpoint.of_file(reference.model.path, lazy=lazy)
         for reference in dict.fromkeys([*models, *([base] if base else [])])
     }
+    combination = Combination("models", base, models, (None,) * len(models))
     problems = [
-        *agent_problems(Combination("models", base, models, (None,) * len(models))),
+        *agent_problems(combination),
+        *([] if combination.agents else [no_agent(combination)]),
         *dtype_problems(config.dtype, config.out_dtype),
     ]
     for reference, file in files.items():

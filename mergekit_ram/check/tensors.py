@@ -19,7 +19,12 @@ from mergekit.scripts.merge_raw_pytorch import SimpleLoaderCache
 from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 
-from mergekit_ram.check.problems import checkpoint_problems, number
+from mergekit_ram.check.problems import (
+    RAW_MERGE,
+    RECIPE,
+    checkpoint_problems,
+    number,
+)
 from mergekit_ram.checkpoint import Checkpoint, TensorHeader, some, stored_bytes
 from mergekit_ram.checkpoint.quantization import quantizer_of
 from mergekit_ram.errors import Problem
@@ -61,6 +66,7 @@ def tensor_problems(
     differing: dict[tuple[str, str], list[str]] = {}
     buffers: dict[str, list[str]] = {}
     misread: dict[str, list[str]] = {}
+    nowhere: list[str] = []
     for merge in merges:
         inputs, aligned = _inputs(merge)
         found = {
@@ -68,6 +74,9 @@ def tensor_problems(
             for wanted in inputs
             if checkpoints.holds(wanted)
         }
+        if not found and len(inputs) > 1 and not all(w.optional for w in inputs):
+            nowhere.append(inputs[0].names[0])
+            continue
         for wanted in inputs:
             needed = not wanted.optional or (wanted.model == merge.base_model and found)
             if needed and wanted.model not in found:
@@ -94,12 +103,14 @@ def tensor_problems(
                 buffers.setdefault(str(model), []).append(
                     f"{merge.output_weight.name} {kind} for the base's {expected_kind or 'floats'}"
                 )
+    unmapped = f"no model has {number(nowhere)} that mergekit expects of this architecture: {some(nowhere)}"
     return [
         *checkpoints.problems(),
         *(
             Problem(model, f"{number(names)} misread: {some(names)}", _EAGER)
             for model, names in misread.items()
         ),
+        *([Problem(RECIPE, unmapped, _UNMAPPED)] if nowhere else []),
         *(
             Problem(model, f"{number(kinds)} of another type: {some(kinds)}", _BUFFER)
             for model, kinds in buffers.items()
@@ -119,6 +130,9 @@ _EAGER = "merge without --lazy-unpickle, which reads neither single numbers nor 
 
 
 _BUFFER = "save the checkpoint again with floating weights as the base's"
+
+
+_UNMAPPED = f"this is a limit of mergekit, whatever the merge method; {RAW_MERGE}"
 
 
 _INCOMPLETE = "the checkpoint is incomplete, or of another architecture than the base; get it again"
