@@ -56,6 +56,8 @@ class _Loader:
     def exec_module(self, module):
         module.__spec__.loader = module.__loader__ = self._loader
         _loading.add(module.__name__)
+        # A reloaded module is to be extended again.
+        vars(module).pop("_extended_by_mergekit_ram", None)
         try:
             self._loader.exec_module(module)
         finally:

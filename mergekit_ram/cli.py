@@ -99,7 +99,7 @@ def check(recipe: str, out_path: str | None, as_json: bool, **options) -> None:
     "started on this machine (always with ADDRESS local). All machines must share the storage of models and output.",
 )
 def merge(recipe: str, out_path: str, ray_address: str | None, **options) -> None:
-    """Merge by a RECIPE into OUT_PATH, as mergekit-yaml does, once the recipe is checked."""
+    """Merge by a RECIPE into OUT_PATH, as mergekit-yaml or mergekit-pytorch does, once the recipe is checked."""
     from mergekit.merge import run_merge
     from mergekit.options import MergeOptions
 
@@ -113,6 +113,11 @@ def merge(recipe: str, out_path: str, ray_address: str | None, **options) -> Non
         from mergekit_ram.cluster import ClusterOptions
 
         merge_options = ClusterOptions.beside(out_path, merge_options, ray_address)
+    if read.of_state_dicts:
+        from mergekit_ram.plans import merge_files
+
+        merge_files(read, out_path, merge_options)
+        return
     run_merge(
         read.configuration(), out_path, options=merge_options, config_source=read.source
     )

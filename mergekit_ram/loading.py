@@ -11,7 +11,10 @@ from mergekit.common import ModelReference
 from mergekit.io.lazy_tensor_loader import LazyTensorLoader, ShardedTensorIndex
 from mergekit.io.loader import TensorLoader
 from mergekit.io.tasks import GatherTensors, LoaderCache
-from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
+from mergekit.merge_methods.task_adapter import (
+    ExecuteMergeMethodTask,
+    TensorDictWrapper,
+)
 
 from mergekit_ram.checkpoint.files import spans
 
@@ -130,6 +133,8 @@ def stream(merges: Iterable[ExecuteMergeMethodTask]) -> None:
     cache = LoaderCache()
     for merge in sorted(merges, key=lambda merge: merge.group_label() or ""):
         gather = merge.gather_tensors
+        if isinstance(gather, TensorDictWrapper):
+            continue  # mergekit-pytorch has a loader of its own
         if not isinstance(gather, GatherTensors):
             gather = gather.gather_tensors
         for load in gather.arguments().values():

@@ -12,7 +12,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -47,6 +47,21 @@ from mergekit_ram.report import MergeRecord
 _FIRST, _BEYOND = (0, 1, 5), (0, 2, 0)
 
 _BY_NAME = {method.spec.name: method for method in METHODS}
+
+
+_MARK = "_extended_by_mergekit_ram"
+
+
+def _once(extend: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    """Extend a module only once, until it is reloaded, whatever others put in the place of its functions meanwhile."""
+
+    @functools.wraps(extend)
+    def extend_once(module: ModuleType) -> None:
+        if not getattr(module, _MARK, False):
+            extend(module)
+            setattr(module, _MARK, True)
+
+    return extend_once
 
 
 def register_methods(module: ModuleType) -> None:
@@ -140,6 +155,7 @@ class RegisteredMethod(MergeMethod):
         return self.method.count_group(group, values, input_dtype=input_dtype)
 
 
+@_once
 def extend_planner(module: ModuleType) -> None:
     """Have the planner check parameters, round once and measure a model-wide ratio, for the methods of ours.
 
@@ -212,6 +228,7 @@ def extend_planner(module: ModuleType) -> None:
     planner.plan_to_disk = extended_plan_to_disk
 
 
+@_once
 def extend_merge(module: ModuleType) -> None:
     """Check a recipe first, let the output appear only when it is whole, and describe the agents in its card.
 
@@ -254,9 +271,6 @@ def extend_merge(module: ModuleType) -> None:
             raise
 
     _replace_everywhere("run_merge", run_merge, _marked(extended_run_merge))
-
-
-_MARK = "_extended_by_mergekit_ram"
 
 
 def _is_extended(function: Any) -> bool:
@@ -315,6 +329,7 @@ def _extend_writer() -> None:
     writer._write_shard_task = _marked(extended_write)
 
 
+@_once
 def extend_multimerge(module: ModuleType) -> None:
     """Check every recipe of ``mergekit-multi`` before the first is merged.
 
@@ -351,6 +366,7 @@ def extend_multimerge(module: ModuleType) -> None:
     _replace_everywhere("make_tasks", make_tasks, _marked(extended_make_tasks))
 
 
+@_once
 def extend_raw_pytorch(module: ModuleType) -> None:
     """The same for ``mergekit-pytorch``, which plans by itself.
 
@@ -403,13 +419,17 @@ def extend_raw_pytorch(module: ModuleType) -> None:
         recipe = plain(config)
         record = _record(method, merges, config.base_model, recipe)
         _require_mergeable(merges, refusals, record, config.dtype)
-        merges = _extended_merges(method, merges, record, options)
+        if not _on_cluster(options):
+            merges = _extended_merges(method, merges, record, options)
         saves = [
             save.model_copy(update={"tensor_task": merge})
             for save, merge in zip(saves, merges)
         ]
         finalize = finalize.model_copy(update={"tensor_save_tasks": tuple(saves)})
-        return _with_report([*saves, finalize], out_path, record)
+        targets = [*saves, finalize]
+        if _on_cluster(options):
+            targets = _distributed(targets, record, options)
+        return _with_report(targets, out_path, record)
 
     @functools.wraps(bind)
     def extended_bind(config, merge_method, tensor_name):
@@ -607,6 +627,8 @@ def _require_parameters(owner: Any, name: str, expected: Sequence[str]) -> None:
     function = getattr(owner, name, None)
     _require(callable(function), f"{owner.__name__}.{name} is gone")
     parameters = inspect.signature(function).parameters
+    if any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+        return  # another plugin's, which hands on what it is given
     missing = [parameter for parameter in expected if parameter not in parameters]
     _require(not missing, f"{owner.__name__}.{name} takes no {', '.join(missing)}")
 

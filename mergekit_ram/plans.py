@@ -16,12 +16,14 @@ from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 from mergekit.scripts import merge_raw_pytorch
 
+from mergekit_ram import cluster, output
 from mergekit_ram.architectures import unwrap
 from mergekit_ram.check.problems import unplannable
 from mergekit_ram.check.recipes import require_mergeable
 from mergekit_ram.errors import MergeError, UnplannableError
 from mergekit_ram.recipe import OURS, Recipe, values_of
 from mergekit_ram.references import plain
+from mergekit_ram.tasks import run
 
 
 def prepared(recipe: Recipe, options: MergeOptions) -> Recipe:
@@ -38,6 +40,27 @@ def prepared(recipe: Recipe, options: MergeOptions) -> Recipe:
     if recipe.of_state_dicts:
         return recipe
     return replace(recipe, content=plain(unwrap(recipe.configuration(), options)))
+
+
+def merge_files(recipe: Recipe, out_path: str, options: MergeOptions) -> None:
+    """Merge a recipe of files, as ``mergekit-pytorch`` does, on a cluster if the options say so.
+
+    Raises:
+        MergeError: it cannot be merged.
+    """
+    with (
+        cluster.finished_parts_kept(options),
+        output.staged_output(out_path) as staging,
+    ):
+        targets = merge_raw_pytorch.plan_flat_merge(
+            recipe.configuration(),
+            staging,
+            recipe.tensor_union,
+            recipe.tensor_intersection,
+            options,
+        )
+        for _ in run(targets, options, quiet=options.quiet):
+            pass
 
 
 def plan(recipe: Recipe, options: MergeOptions) -> list[SaveTensor]:

@@ -181,7 +181,7 @@ class Job:
     ) -> Job:
         """The job of merging what is saved; its directory is made, or found with an earlier try's parts."""
         models = {model for save in saves for model in save.tensor_task.model_order}
-        indexes = {model: _absolute(LoaderCache().get(model).index) for model in models}
+        indexes = {model: _index(model) for model in models}
         job = cls(
             directory=directory,
             fingerprint=_fingerprint(record.recipe, options, indexes),
@@ -364,11 +364,7 @@ def _execute(targets: Sequence[Task], job: Job) -> Iterator[tuple[Task, Any]]:
         storage_device=options.device if options.low_cpu_memory else "cpu",
         cached_values={universe.get_handle(task): job.tokenizer for task in tokenizers},
     )
-    try:
-        yield from executor.run(quiet=True)
-    except MergeError as error:
-        # Its kinds do not survive the way to another process.
-        raise MergeError(error.message) from None
+    yield from executor.run(quiet=True)
 
 
 def hand_over(shards: Iterable[Shard], directory: str, writer: TensorWriter) -> None:
@@ -436,6 +432,14 @@ def cut(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
         parts[-1].append(name)
         filled += size
     return parts
+
+
+def _index(model: ModelReference) -> ShardedTensorIndex:
+    """Where the files of a model lie; a recipe of ``mergekit-pytorch`` names a file itself."""
+    path = model.model.path
+    if os.path.isfile(path):
+        return ShardedTensorIndex(os.path.dirname(os.path.abspath(path)), False, {}, [])
+    return _absolute(LoaderCache().get(model).index)
 
 
 def _absolute(index: ShardedTensorIndex) -> ShardedTensorIndex:
