@@ -6,27 +6,19 @@ steps stay the default: they need no C++ compiler and no half a minute to compil
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 
 import torch
-import torch._dynamo.config
 
-# A merge meets few kinds of tensors, by dtypes and number of agents, and torch compiles for eight of them by default. Its
-# documented limits, which older versions call by another name.
-_UNLIMITED = {
-    name: 1 << 16
-    for name in (
-        "recompile_limit",
-        "cache_size_limit",
-        "accumulated_recompile_limit",
-        "accumulated_cache_size_limit",
-    )
-    if hasattr(torch._dynamo.config, name)
-}
+# Of kinds of tensors, which differ in their dtypes and the number of agents. By default torch compiles for eight of them.
+_MOST_KINDS = 1 << 16
+_limits_lifted = threading.Lock()
 
 
 @functools.cache
@@ -68,10 +60,23 @@ def take_block(
         deltas: takes the sums of the deltas, not finite where an input is not.
         nan: whether NaN is expected; its patterns are those of elements that moved down.
     """
-    with torch._dynamo.config.patch(_UNLIMITED):
+    # Older versions of torch have one configuration for all threads.
+    with _limits_lifted, _without_limits():
         _compiled()(
             base, agents, numbers, exact_products, out, patterns, deltas, nan=nan
         )
+
+
+def _without_limits() -> contextlib.AbstractContextManager[None]:
+    """Let torch compile for any number of kinds of tensors, and leave its configuration as it was."""
+    # A second of start-up, for those who compile.
+    from torch._dynamo import config
+
+    # What it is called now and what it was called.
+    kind = "recompile" if hasattr(config, "recompile_limit") else "cache_size"
+    names = (f"{kind}_limit", f"accumulated_{kind}_limit")
+    lifted = {name: _MOST_KINDS for name in names if hasattr(config, name)}
+    return config.patch(lifted)
 
 
 @functools.cache

@@ -375,7 +375,7 @@ class _Stream:
             if self.tally:
                 self.tally.end()
             target.copy_(rows.base.view(target.shape))
-            self.watched += target.sum(dtype=self.dtype)
+            self.watched += target.sum()
         overflowed = 0
         if not math.isfinite(self.watched.item()):
             self._require_finite_inputs()
@@ -426,7 +426,7 @@ class _Stream:
             deltas,
             nan=not self.rule.finite,
         )
-        self.watched += (deltas if target is None else target).sum(dtype=self.dtype)
+        self.watched += (deltas if target is None else target).sum()
         if self.tally:
             self.tally.end()
 
@@ -519,13 +519,13 @@ class _Stream:
                 rows.total.add_(delta, alpha=weight)
                 if self.weighted:
                     rows.divisor.add_(rows.mask, alpha=weight)
-            else:
-                self.watched += delta.sum()
             if agent.keep_unique:
                 rows.unique.add_(delta, alpha=agent.rescaling * self.rule.scale)
+            elif not mean:
+                # Nothing of it may show in the result.
+                self.watched += delta.sum()
             if self.tally:
                 self.tally.add(i, delta)
-        self.watched += rows.total.sum()
 
     def _require_finite_inputs(self) -> None:
         """Refuse inputs that are not finite. What is watched may also overflow by itself, so look again."""
