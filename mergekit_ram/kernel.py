@@ -29,6 +29,13 @@ from typing import Literal, get_args
 import torch
 
 from mergekit_ram import compiled
+from mergekit_ram.arguments import (
+    require,
+    require_bool,
+    require_choice,
+    require_count,
+    require_number,
+)
 from mergekit_ram.errors import NonFiniteError, OutputOverflowError
 from mergekit_ram.overlap import OverlapCounts
 from mergekit_ram.tally import Tally, has_patterns
@@ -65,14 +72,14 @@ class Agent:
     rescaling: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             isinstance(self.tensor, torch.Tensor), "tensor", self.tensor, "a tensor"
         )
-        _require_number("weight", self.weight)
-        _require_number("rescaling", self.rescaling)
-        _require_number("density", self.density)
-        _require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
-        _require_bool("keep_unique", self.keep_unique)
+        require_number("weight", self.weight)
+        require_number("rescaling", self.rescaling)
+        require_number("density", self.density)
+        require(0 < self.density <= 1, "density", self.density, "in (0, 1]")
+        require_bool("keep_unique", self.keep_unique)
 
 
 @dataclass(frozen=True)
@@ -99,29 +106,11 @@ class Rule:
     finite: bool = True
 
     def __post_init__(self) -> None:
-        _require_number("epsilon", self.epsilon)
-        _require(self.epsilon >= 0, "epsilon", self.epsilon, "0 or greater")
-        _require_number("scale", self.scale)
-        modes = get_args(SharedMode)
-        _require(
-            self.shared in modes, "shared", self.shared, f"one of {', '.join(modes)}"
-        )
-        _require_bool("normalize", self.normalize)
-        _require_bool("finite", self.finite)
-
-
-def _require(condition: bool, name: str, value: object, wanted: str) -> None:
-    if not condition:
-        raise ValueError(f"{name} must be {wanted}, not {value!r}")
-
-
-def _require_number(name: str, value: object) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    _require(number and math.isfinite(value), name, value, "a finite number")
-
-
-def _require_bool(name: str, value: object) -> None:
-    _require(isinstance(value, bool), name, value, "True or False")
+        require_number("epsilon", self.epsilon, least=0)
+        require_number("scale", self.scale)
+        require_choice("shared", self.shared, get_args(SharedMode))
+        require_bool("normalize", self.normalize)
+        require_bool("finite", self.finite)
 
 
 @dataclass(frozen=True)
@@ -289,8 +278,8 @@ class _Stream:
         block_elements: int | None,
         counting: bool,
     ):
+        _check(base, agents, rule, input_dtype, out_dtype, block_elements)
         tensors = [base.detach(), *(agent.tensor.detach() for agent in agents)]
-        _check(tensors)
         self.shape = base.shape
         self.agents = agents
         self.rule = rule
@@ -337,11 +326,9 @@ class _Stream:
         self.skipping = on_cpu and alike and not self.ties and rule.finite
         budget = _CPU_SCRATCH_BYTES if on_cpu else _ACCELERATOR_SCRATCH_BYTES
         deltas = len(agents) if self.ties else 1
-        fitting = budget // (
-            (8 + deltas) * self.dtype.itemsize
-            + (Tally.bytes_per_element(len(agents)) if counting else 0)
-        )
-        cached = fitting // _BLOCK_MULTIPLE * _BLOCK_MULTIPLE
+        directions = Tally.rows(len(agents)) if counting else 0
+        fitting = budget // ((8 + deltas + directions) * self.dtype.itemsize)
+        cached = max(1, fitting // _BLOCK_MULTIPLE) * _BLOCK_MULTIPLE
         self.limit = block_elements or (_COMPILED_BLOCK if self.compiled else cached)
         elements = min(self.limit, base.numel())
         self.rows = _Rows.allocate(deltas, elements, self.dtype, base.device)
@@ -608,21 +595,43 @@ class _Stream:
         rows.base.sub_(rows.total.add_(rows.unique))
 
 
-def _check(tensors: Sequence[torch.Tensor]) -> None:
-    base = tensors[0]
-    for tensor in tensors:
-        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            raise ValueError(
-                f"cannot merge {tensor.dtype} weights, only floating ones of 16 bits and more"
-            )
+def _check(
+    base: torch.Tensor,
+    agents: Sequence[Agent],
+    rule: Rule,
+    input_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None,
+    block_elements: int | None,
+) -> None:
+    """Refuse arguments of ``merge`` that cannot be merged."""
+    require(isinstance(base, torch.Tensor), "base", base, "a tensor")
+    require(isinstance(rule, Rule), "rule", rule, "a Rule")
+    tensors = {"base": base}
+    for i, agent in enumerate(agents):
+        require(isinstance(agent, Agent), f"agents[{i}]", agent, "an Agent")
+        tensors[f"agents[{i}]"] = agent.tensor
+    for name, tensor in tensors.items():
+        require(_is_wide(tensor.dtype), f"dtype of {name}", tensor.dtype, _WIDE)
         if tensor.shape != base.shape:
             raise ValueError(
-                f"shapes differ: base {tuple(base.shape)}, agent {tuple(tensor.shape)}"
+                f"shapes differ: base {tuple(base.shape)}, {name} {tuple(tensor.shape)}"
             )
         if tensor.device != base.device:
             raise ValueError(
-                f"devices differ: base on {base.device}, agent on {tensor.device}"
+                f"devices differ: base on {base.device}, {name} on {tensor.device}"
             )
+    for name, dtype in {"input_dtype": input_dtype, "out_dtype": out_dtype}.items():
+        require(dtype is None or _is_wide(dtype), name, dtype, _WIDE)
+    if block_elements is not None:
+        require_count("block_elements", block_elements, least=1)
+
+
+_WIDE = "a floating dtype of 16 bits or more"
+
+
+def _is_wide(dtype: object) -> bool:
+    is_dtype = isinstance(dtype, torch.dtype)
+    return is_dtype and dtype.is_floating_point and dtype.itemsize >= 2
 
 
 @functools.lru_cache(maxsize=256)

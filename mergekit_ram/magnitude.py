@@ -7,6 +7,7 @@ answers for every epsilon at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,6 +76,9 @@ def measure(
         every=every,
     ):
         sizes = vectors.abs_()
+        if not rule.finite:
+            # As large as can be: it counts as changed, as in a merge.
+            sizes.nan_to_num_(nan=math.inf, posinf=math.inf)
         rounded = [round_down(threshold, sizes.dtype) for threshold in _THRESHOLDS]
         second = _second(sizes)
         changed += _above(sizes, rounded, sizes.max().item())

@@ -11,7 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Real
+from typing import Literal, get_args
+
+from mergekit_ram.arguments import (
+    require,
+    require_choice,
+    require_count,
+    require_number,
+)
 
 RatioKind = Literal["unique", "changed"]
 Table = tuple[tuple[int, ...], ...]
@@ -29,6 +37,9 @@ class OverlapCounts:
         pairwise: ``[n][n]``, symmetric; elements that both agents changed. The diagonal is what each changed.
         pairwise_conflicts: ``[n][n]``, symmetric; elements that the two agents moved in opposite directions.
         sign_conflicts: elements that any two agents moved in opposite directions, each counted once.
+
+    Raises:
+        ValueError: a negative count, or tables that are not all ``[n][n]``.
     """
 
     total: int
@@ -36,6 +47,17 @@ class OverlapCounts:
     pairwise: Table
     pairwise_conflicts: Table
     sign_conflicts: int
+
+    def __post_init__(self) -> None:
+        require_count("total", self.total)
+        require_count("sign_conflicts", self.sign_conflicts)
+        wanted = f"a table of {self.agents} × {self.agents} counts, 0 or greater"
+        for name in ("histogram", "pairwise", "pairwise_conflicts"):
+            table = getattr(self, name)
+            square = len(table) == self.agents and all(
+                len(row) == self.agents and min(row) >= 0 for row in table
+            )
+            require(square, name, table, wanted)
 
     @classmethod
     def zero(cls, agents: int) -> OverlapCounts:
@@ -155,7 +177,14 @@ def overlap_ratio(
         unique: Uᵢ, elements it alone changed.
         alpha: ρ of an agent that has shared elements but no unique ones, where S/U has no value.
         kind: ``unique`` for S/U (the paper), ``changed`` for S/(S+U).
+
+    Raises:
+        ValueError: names the argument and its value.
     """
+    require_count("shared", shared)
+    require_count("unique", unique)
+    require_number("alpha", alpha, least=0)
+    require_choice("kind", kind, get_args(RatioKind))
     if shared == 0:
         return 0.0
     if unique == 0:
@@ -164,9 +193,14 @@ def overlap_ratio(
 
 
 def rescaling_factor(rho: float, *, r: float, alpha: float) -> float:
-    """λ = 1 + r · clip(ρ, 0, alpha), the factor on an agent's unique updates."""
-    if math.isnan(rho):
-        raise ValueError("the overlap-unique ratio is not a number")
+    """λ = 1 + r · clip(ρ, 0, alpha), the factor on an agent's unique updates.
+
+    Raises:
+        ValueError: names the argument and its value.
+    """
+    require(isinstance(rho, Real) and not math.isnan(rho), "rho", rho, "a number")
+    require_number("r", r, least=0)
+    require_number("alpha", alpha, least=0)
     return 1.0 + r * min(max(rho, 0.0), alpha)
 
 

@@ -7,6 +7,8 @@ agents there are too many patterns; their counts are products of the matrix of t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from mergekit_ram.overlap import OverlapCounts
@@ -50,8 +52,8 @@ class Tally:
         self._blocks = kind(agents, elements, dtype, device)
 
     @staticmethod
-    def bytes_per_element(agents: int) -> int:
-        """Scratch for every element of a block that grows with the number of agents."""
+    def rows(agents: int) -> int:
+        """Rows of scratch, of a block's length, that grow with the number of agents."""
         return 0 if has_patterns(agents) else agents
 
     def begin(self, elements: int) -> None:
@@ -136,19 +138,19 @@ class _Patterns:
         times = times[patterns].cpu()
         digits = 3 ** torch.arange(self.agents)
         signs = patterns.cpu()[:, None] // digits % 3 - 1
-        return _counts(signs.T, times)
+        return _Tables.of(signs.T, times).counts()
 
 
 class _Directions:
-    """Blocks of many agents: int8 ``[agents, elements]``, −1, 0 or 1."""
+    """Blocks of many agents: ``[agents, elements]``, −1, 0 or 1."""
 
     def __init__(
         self, agents: int, elements: int, dtype: torch.dtype, device: torch.device
     ):
         self.agents = agents
-        self._signs = torch.empty(agents, elements, dtype=torch.int8, device=device)
+        self._signs = torch.empty(agents, elements, dtype=dtype, device=device)
         self._block = self._signs
-        self._counted = OverlapCounts.zero(agents)
+        self._counted = _Tables.zero(agents, device)
 
     def begin(self, elements: int) -> None:
         self._block = self._signs[:, :elements].zero_()
@@ -158,11 +160,10 @@ class _Directions:
 
     def end(self) -> None:
         for columns in self._block.split(_COLUMNS, dim=1):
-            times = torch.ones(columns.shape[1], device=columns.device)
-            self._counted += _counts(columns.float(), times)
+            self._counted.add(_Tables.of(columns))
 
     def counts(self) -> OverlapCounts:
-        return self._counted
+        return self._counted.counts()
 
 
 def _folds(bins: int, elements: int) -> int:
@@ -171,26 +172,68 @@ def _folds(bins: int, elements: int) -> int:
     return max(folds for folds in (1, 2, 3) if folds == 1 or bins**folds <= most)
 
 
-def _counts(signs: torch.Tensor, times: torch.Tensor) -> OverlapCounts:
-    """Counts of columns of signs ``[agents, columns]``, the k-th one met ``times[k]`` times; both of one dtype."""
-    agents = signs.shape[0]
-    changed = signs.abs()
-    changers = changed.sum(0)
-    others = torch.nn.functional.one_hot(
-        (changers.long() - 1).clamp(min=0), max(agents, 1)
-    ).to(signs.dtype)
-    weighted = changed * times
-    pairwise = weighted @ changed.T
-    agreement = (signs * times) @ signs.T
-    conflicting = signs.sum(0).abs() != changers
-    return OverlapCounts(
-        total=int(times.sum()),
-        histogram=_table(weighted @ others[:, :agents]),
-        pairwise=_table(pairwise),
-        pairwise_conflicts=_table((pairwise - agreement).long() // 2),
-        sign_conflicts=int(times[conflicting].sum()),
-    )
+@dataclass(frozen=True)
+class _Tables:
+    """``OverlapCounts`` as int64 tensors, to be added to in place."""
+
+    total: torch.Tensor
+    histogram: torch.Tensor
+    pairwise: torch.Tensor
+    pairwise_conflicts: torch.Tensor
+    sign_conflicts: torch.Tensor
+
+    @classmethod
+    def zero(cls, agents: int, device: torch.device) -> _Tables:
+        shapes = ((), *[(agents, agents)] * 3, ())
+        return cls(*(torch.zeros(s, dtype=torch.int64, device=device) for s in shapes))
+
+    @classmethod
+    def of(cls, signs: torch.Tensor, times: torch.Tensor | None = None) -> _Tables:
+        """Counts of columns of signs.
+
+        Args:
+            signs: ``[agents, columns]``.
+            times: ``[columns]``, of the same dtype, how often each column was met; None for once.
+        """
+        agents = signs.shape[0]
+        changed = signs.abs()
+        changers = changed.sum(0)
+        conflicting = (signs.sum(0).abs() != changers).to(signs.dtype)
+        weighted, weighted_signs, total = changed, signs, signs.shape[1]
+        if times is not None:
+            weighted, weighted_signs, total = (
+                changed * times,
+                signs * times,
+                times.sum(),
+            )
+            conflicting *= times
+        # What nobody changed stands in the first row.
+        histogram = signs.new_zeros(agents + 1, agents)
+        histogram.index_add_(0, changers.long(), weighted.T)
+        pairwise = weighted @ changed.T
+        agreement = weighted_signs @ signs.T
+        found = (
+            torch.as_tensor(total),
+            histogram[1:].T,
+            pairwise,
+            (pairwise - agreement).long() // 2,
+            conflicting.sum(),
+        )
+        return cls(*(counts.long() for counts in found))
+
+    def add(self, other: _Tables) -> None:
+        for mine, others in zip(vars(self).values(), vars(other).values()):
+            mine.add_(others)
+
+    def counts(self) -> OverlapCounts:
+        return OverlapCounts(
+            total=int(self.total),
+            histogram=_rows(self.histogram),
+            pairwise=_rows(self.pairwise),
+            pairwise_conflicts=_rows(self.pairwise_conflicts),
+            sign_conflicts=int(self.sign_conflicts),
+        )
 
 
-def _table(values: torch.Tensor) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(tuple, values.long().tolist()))
+def _rows(table: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, table.tolist()))

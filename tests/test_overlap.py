@@ -189,7 +189,7 @@ def test_rescaling_factor_clips_the_ratio(rho, r, alpha, factor):
 
 
 def test_rescaling_by_no_number_is_refused():
-    with pytest.raises(ValueError, match="not a number"):
+    with pytest.raises(ValueError, match="rho must be a number, not nan"):
         rescaling_factor(float("nan"), r=0.1, alpha=0.2)
 
 
