@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
@@ -131,14 +131,15 @@ RESCALING_PARAMETERS = (
 )
 
 
+# Takes a tensor's name and how many elements.
+Overflowed = Callable[[str, int], None]
+
+
 class Record(Protocol):
     """Keeps what merging one tensor after the other finds out."""
 
     def add(self, tensor: str, overlap: GroupOverlap, rescaling: Rescaling) -> None:
         """Overlap and λ of a tensor."""
-
-    def add_overflow(self, tensor: str, count: int) -> None:
-        """Elements of a merged tensor that are not finite, though all inputs are."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ class RamMethod:
         input_dtype: torch.dtype | None,
         out_dtype: torch.dtype | None,
         rescaling: Rescaling | None = None,
+        overflowed: Overflowed,
         record: Record | None = None,
     ) -> torch.Tensor:
         """Merge one group.
@@ -168,7 +170,8 @@ class RamMethod:
         Args:
             parameters: bound values, per-agent ones keyed by input ID.
             rescaling: λ by input ID. None takes 1, or the tensor's own ratio where that is the method.
-            record: takes the group's overlap and its λ, where merging finds them out, and what overflows.
+            overflowed: called if elements are not finite though all inputs are, where the recipe ignores that.
+            record: takes the group's overlap and its λ, where merging finds them out.
 
         Raises:
             NonFiniteWeightsError: NaN or infinity in an input, unless the recipe ignores it.
@@ -190,11 +193,10 @@ class RamMethod:
         name = group.metadata.name or "an unnamed tensor"
         if merged.counts is not None:
             overlap = _group_overlap(group, merged.counts)
-        if record is not None:
-            if overlap is not None:
-                record.add(name, overlap, rescaling or {})
-            if merged.overflowed:
-                record.add_overflow(name, merged.overflowed)
+        if record is not None and overlap is not None:
+            record.add(name, overlap, rescaling or {})
+        if merged.overflowed:
+            overflowed(name, merged.overflowed)
         return merged.tensor
 
     def count_group(

@@ -42,7 +42,7 @@ from mergekit_ram.methods import (
     weights_refusal,
 )
 from mergekit_ram.overlap import GroupOverlap, sum_overlaps
-from mergekit_ram.report import MergeRecord
+from mergekit_ram.report import LOG, MergeRecord, overflow_warnings
 
 _FIRST, _BEYOND = (0, 1, 5), (0, 2, 0)
 
@@ -134,17 +134,24 @@ class RegisteredMethod(MergeMethod):
                 overlap = sum_overlaps(self._count(*item) for item in work)
                 for values in parameters:
                     values[RESCALING] = rescaling_by_agent(overlap, values)
-        return tuple(
-            self.method.merge_group(
-                group,
-                values,
-                input_dtype=input_dtype,
-                out_dtype=out_dtype,
-                rescaling=values.get(RESCALING),
-                record=values.get(RECORD),
+        overflows: dict[str, int] = {}
+        merged = []
+        for group, values, input_dtype in work:
+            record = values.get(RECORD)
+            merged.append(
+                self.method.merge_group(
+                    group,
+                    values,
+                    input_dtype=input_dtype,
+                    out_dtype=out_dtype,
+                    rescaling=values.get(RESCALING),
+                    record=record,
+                    overflowed=record.add_overflow if record else overflows.__setitem__,
+                )
             )
-            for group, values, input_dtype in work
-        )
+        for warning in overflow_warnings(overflows):
+            LOG.warning(warning)
+        return tuple(merged)
 
     def _count(
         self,
@@ -542,6 +549,7 @@ def _with_report(
 
     if record is None:
         return targets
+    record.reported = True
     finalize = [task for task in targets if isinstance(task, tasks.FinalizeModel)]
     _require(len(finalize) == 1, "a plan does not end in one FinalizeModel")
     saves = tasks.batched_saves(finalize[0].tensor_save_tasks)

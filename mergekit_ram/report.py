@@ -161,6 +161,10 @@ class MergeRecord:
         agents: every agent of the recipe, in its order; one without a merged tensor changed nothing.
         ratio: how ρ is taken.
         alpha: ρ of an agent with shared but no unique elements.
+
+    Attributes:
+        reported: whether a report is made of it; what it would say at the end is logged at once otherwise.
+        overflows: by tensor, elements that are not finite though all inputs are.
     """
 
     def __init__(
@@ -180,6 +184,7 @@ class MergeRecord:
         self.ratio = ratio
         self.alpha = alpha
         self.warnings: list[str] = []
+        self.reported = False
         self.overflows: dict[str, int] = {}
         self._tensors: dict[str, tuple[GroupOverlap, Rescaling]] = {}
         self._lock = threading.Lock()
@@ -196,19 +201,12 @@ class MergeRecord:
             self._tensors[tensor] = overlap, rescaling
 
     def add_overflow(self, tensor: str, count: int) -> None:
+        """Keep for the report, or log the first one, how many elements are not finite though all inputs are."""
         with self._lock:
+            first = not self.overflows
             self.overflows[tensor] = count
-
-    def overflow_warnings(self) -> list[str]:
-        """Say which tensors merged to infinity or NaN, though their inputs are finite."""
-        if not self.overflows:
-            return []
-        tensors = sorted(self.overflows)
-        more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-        return [
-            f"{sum(self.overflows.values())} elements of {tensors[0]}{more} are not finite in the merged model, though all "
-            "inputs are: they overflow its dtype. Use dtype or out_dtype bfloat16 or float32, or a smaller lambda or r"
-        ]
+        if first and not self.reported:
+            LOG.warning(*overflow_warnings({tensor: count}))
 
     def tensors(self) -> dict[str, tuple[GroupOverlap, Rescaling]]:
         """Overlap and λ of every tensor added so far."""
@@ -284,6 +282,18 @@ class MergeRecord:
                 )
             )
         return reports
+
+
+def overflow_warnings(overflows: Mapping[str, int]) -> list[str]:
+    """Say which tensors merged to infinity or NaN, though their inputs are finite; how many elements by tensor."""
+    if not overflows:
+        return []
+    first, *others = sorted(overflows)
+    more = f" and {len(others)} more" if others else ""
+    return [
+        f"{sum(overflows.values())} elements of {first}{more} are not finite in the merged model, though all inputs are: "
+        "they overflow its dtype. Use dtype or out_dtype bfloat16 or float32, or a smaller lambda or r"
+    ]
 
 
 _NUMBERED = re.compile(r"(.*?\.\d+)\.(.+)")

@@ -319,6 +319,7 @@ def write_part(job: Job, part: Part, overlap: GroupOverlap | None) -> Shard:
 def _write(job: Job, part: Part, overlap: GroupOverlap | None, scratch: str) -> Shard:
     known = None if overlap is None else tasks.KnownOverlap(overlap=overlap)
     record = MergeRecord(method="", base_model=None, recipe={}, agents=job.agents)
+    record.reported = True
     writer_task = TensorWriterTask(
         out_path=scratch,
         max_shard_size=-1,

@@ -33,7 +33,7 @@ from mergekit_ram.methods import (
     rescaling_by_agent,
 )
 from mergekit_ram.overlap import GroupOverlap
-from mergekit_ram.report import LOG, MergeRecord, Report
+from mergekit_ram.report import LOG, MergeRecord, Report, overflow_warnings
 
 
 class CountOverlap(Task[Optional[GroupOverlap]]):
@@ -175,7 +175,7 @@ class WriteReport(Task[Report]):
 
     def execute(self, _finalized: None) -> Report:
         report = self.record.report()
-        self.record.warn(*report.advice(), *self.record.overflow_warnings())
+        self.record.warn(*report.advice(), *overflow_warnings(self.record.overflows))
         report = report.model_copy(update={"warnings": self.record.warnings})
         report.write(self.out_path)
         return report

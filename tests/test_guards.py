@@ -5,18 +5,40 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import subprocess
+import sys
 
 import checkpoints
 import numpy as np
+import oracle
 import pytest
 import torch
 import yaml
 from click.testing import CliRunner
 from mergekit.io.tasks import LoaderCache
+from mergekit.merge_methods import merge_state_dicts
 from mergekit.scripts import run_yaml
 
-from mergekit_ram import Agent, Rule, compiled, count, kernel, merge, merge_and_count
-from mergekit_ram.errors import NonFiniteError, OutputOverflowError
+from mergekit_ram import (
+    Agent,
+    OverlapCounts,
+    Rule,
+    cli,
+    compiled,
+    count,
+    kernel,
+    magnitude,
+    merge,
+    merge_and_count,
+    overlap_ratio,
+    rescaling_factor,
+)
+from mergekit_ram.errors import (
+    NonFiniteError,
+    OutputOverflowError,
+    OverflowedWeightsError,
+)
+from mergekit_ram.report import MergeRecord
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 INFINITY = math.inf
@@ -82,6 +104,21 @@ def test_what_is_not_finite_is_counted_as_it_is_merged(
     assert counts[0].sign_conflicts == np.sum(np.abs(signs.sum(0)) != changers)
     unchanged = torch.as_tensor(changers == 0)
     assert torch.equal(merged[unchanged], base[unchanged])
+    # It gets through to the result, and what is beside it is merged as ever.
+    spoilt = torch.as_tensor(~(base.isfinite() & tensors.isfinite().all(0)))
+    assert not merged[spoilt & ~unchanged].isfinite().any()
+    expected = oracle.ram(
+        base[~spoilt].numpy(),
+        list(tensors[:, ~spoilt].numpy()),
+        normalize=rule.normalize,
+        shared=rule.shared,
+        lambda_=rule.scale,
+        weight=[agent.weight for agent in agents],
+        keep_unique=[agent.keep_unique for agent in agents],
+        factors=[agent.rescaling for agent in agents],
+    )
+    if all(agent.density == 1 for agent in agents):  # or it depends on the others
+        assert np.allclose(merged[~spoilt], expected.value, atol=1e-6)
 
 
 @pytest.mark.parametrize("compiling", [False, True])
@@ -224,10 +261,105 @@ def test_agents_can_be_compared_and_hashed():
 
 def test_tensors_unlike_the_base_are_refused():
     base = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"\(2, 3\).*\(3, 2\)"):
-        merge(base, [Agent(torch.zeros(3, 2))])
-    with pytest.raises(ValueError, match="meta"):
-        merge(base, [Agent(torch.zeros(2, 3, device="meta"))])
+    other = Agent(torch.zeros(3, 2))
+    with pytest.raises(ValueError, match=r"\(2, 3\).*agents\[1\] \(3, 2\)"):
+        merge(base, [Agent(base), other])
+    with pytest.raises(ValueError, match=r"agents\[0\] on meta"):
+        merge(base, [Agent(base.to("meta"))])
+    with pytest.raises(ValueError, match=r"agents\[1\].*torch\.int64"):
+        merge(base, [Agent(base), Agent(base.long())])
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("base", [1.0]),
+        ("agents[1]", torch.zeros(2)),
+        ("rule", "ties"),
+        ("input_dtype", torch.int8),
+        ("out_dtype", torch.float8_e5m2),
+        ("out_dtype", "bfloat16"),
+        *(("block_elements", value) for value in (0, -4, 1.5, True)),
+    ],
+)
+def test_merges_name_the_argument_and_the_value_they_refuse(argument, value):
+    base = torch.zeros(2)
+    arguments = {"base": base, "agents": [Agent(base), Agent(base)]}
+    if argument == "agents[1]":
+        arguments["agents"][1] = value
+    else:
+        arguments[argument] = value
+    with pytest.raises(ValueError) as refused:
+        merge(**arguments)
+    assert f"{argument} must be" in str(refused.value)
+    assert repr(value) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "value"),
+    [
+        *((overlap_ratio, "shared", value) for value in (-1, 1.5, NAN)),
+        *((overlap_ratio, "unique", value) for value in (-1, None)),
+        *((overlap_ratio, "alpha", value) for value in (-0.1, NAN)),
+        *((overlap_ratio, "kind", value) for value in ("S/U", None)),
+        *((rescaling_factor, "rho", value) for value in (NAN, "1")),
+        *((rescaling_factor, "r", value) for value in (-0.1, NAN, INFINITY)),
+        *((rescaling_factor, "alpha", value) for value in (-0.1, NAN)),
+        *((OverlapCounts, "total", value) for value in (-1, 0.5)),
+        *((OverlapCounts, "sign_conflicts", value) for value in (-1, None)),
+        (OverlapCounts, "histogram", ((1, 0),)),
+        (OverlapCounts, "pairwise", ((1,), (1,))),
+        (OverlapCounts, "pairwise_conflicts", ((1, -1), (0, 1))),
+    ],
+)
+def test_functions_of_counts_name_the_argument_and_the_value_they_refuse(
+    function, argument, value
+):
+    arguments = {
+        overlap_ratio: {"shared": 1, "unique": 1, "alpha": 0.2},
+        rescaling_factor: {"rho": 1.0, "r": 0.1, "alpha": 0.2},
+        OverlapCounts: vars(OverlapCounts.zero(2)),
+    }[function]
+    function(**arguments)
+    with pytest.raises(ValueError) as refused:
+        function(**{**arguments, argument: value})
+    # The number of agents is taken from the histogram.
+    assert argument in str(refused.value) or argument == "histogram"
+    assert argument == "histogram" or repr(value) in str(refused.value)
+
+
+def test_numbers_of_numpy_are_numbers():
+    merge(torch.zeros(2), [], Rule(epsilon=np.float32(1e-5), scale=np.int64(1)))
+    assert overlap_ratio(np.int64(1), np.int64(2), alpha=0.2) == 0.5
+
+
+@pytest.mark.parametrize("shared", ["mean", "ties"])
+def test_the_smallest_block_has_elements_however_many_agents(shared):
+    base = torch.zeros(4)
+    agents = [Agent(base + 1)] * 3000
+    merged, counts = merge_and_count(base, agents, Rule(shared=shared))
+    assert torch.equal(merged, base + 1)
+    assert set(counts.changed) == {4}
+
+
+@pytest.mark.parametrize("special", [NAN, INFINITY])
+def test_what_is_not_finite_counts_as_changed_at_every_epsilon(special):
+    base, tensors = random_tensors(2, 500, F32)
+    tensors[0, 3] = tensors[:, 4] = special
+    agents = agents_of(tensors)
+    found = magnitude.measure(base, agents, Rule(finite=False))
+    for epsilon, shared in zip(magnitude.SWEEP, found.shared.T, strict=True):
+        counts = count(base, agents, Rule(epsilon=epsilon, finite=False))
+        assert tuple(shared.tolist()) == counts.shared
+        at = 1 + magnitude.EDGES.index(epsilon)
+        assert tuple(found.changed[:, at].tolist()) == counts.changed
+
+
+def test_torch_is_not_asked_for_its_compiler_before_the_user_is():
+    program = (
+        "import sys, mergekit_ram.kernel; assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_overflows_are_picklable():
@@ -304,6 +436,64 @@ def test_a_recipe_that_overflows_stops_or_warns_once(method, tmp_path, caplog):
     assert told[0] in report["warnings"]
     merged = checkpoints.read(tmp_path / "merged")["model.norm.weight"]
     assert (~merged.isfinite()).nonzero().flatten().tolist() == [0, 1]
+
+
+def overflowing_tensors():
+    base = {f"t{i}": torch.full((3,), 4e4, dtype=F16) for i in range(3)}
+    agent = {name: tensor.clone() for name, tensor in base.items()}
+    for name in ("t0", "t2"):
+        agent[name][:2] = 6e4
+    return base, agent
+
+
+@pytest.mark.parametrize("method", ["ram", "ramplus", "ramplus_tl"])
+def test_state_dicts_that_overflow_are_refused_or_warned_of_once(method, caplog):
+    models = dict(enumerate(overflowing_tensors()))
+    parameters = {"lambda": 2.0}
+    with pytest.raises(OverflowedWeightsError, match=r"2 elements of t0.*float16"):
+        merge_state_dicts(models, method, base=0, parameters=parameters)
+    parameters["non_finite"] = "ignore"
+    merge_state_dicts(models, method, base=0, parameters=parameters)
+    (told,) = [r.message for r in caplog.records if "not finite" in r.message]
+    assert told.startswith("4 elements of t0 and 1 more are not finite")
+
+
+def test_a_record_that_nobody_reports_tells_of_the_first_overflow(caplog):
+    silent, unread = (
+        MergeRecord(method="ram", base_model=None, recipe={}, agents=[])
+        for _ in range(2)
+    )
+    silent.reported = True
+    for record in (silent, unread):
+        record.add_overflow("a", 3)
+        record.add_overflow("b", 4)
+        assert record.overflows == {"a": 3, "b": 4}
+    (told,) = [r.message for r in caplog.records]
+    assert told.startswith("3 elements of a are not finite")
+
+
+@pytest.mark.parametrize("command", ["inspect", "compare"])
+def test_forty_agents_can_be_looked_at(command, tmp_path):
+    base, *agents = save_models(tmp_path, 40)
+    recipe = {
+        "merge_method": "ramplus",
+        "base_model": base,
+        "models": [{"model": agent} for agent in agents],
+    }
+    (tmp_path / "recipe.yml").write_text(yaml.safe_dump(recipe))
+    arguments = [
+        command,
+        str(tmp_path / "recipe.yml"),
+        "--json",
+        str(tmp_path / "found"),
+    ]
+    if command == "compare":
+        arguments += ["--methods", "ram"]
+    result = CliRunner().invoke(cli.main, arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "found").read_text())
+    of_agents = found["methods"][0] if command == "compare" else found
+    assert len(of_agents["agents"]) == 40
 
 
 @pytest.mark.parametrize("method", ["ram", "ramplus", "ramplus_tl"])

@@ -81,6 +81,10 @@ RECIPES = {
     "ram, ties": {"parameters": {"shared": "ties", "density": 0.5}},
     "ramplus": {"parameters": STRONG, "dtype": "bfloat16", "out_dtype": "float32"},
     "ramplus_tl": {"parameters": STRONG, "dtype": "float32", "out_dtype": "float16"},
+    "ram, overflowing": {
+        "parameters": {"lambda": 1e9, "non_finite": "ignore"},
+        "out_dtype": "float16",
+    },
 }
 
 
@@ -96,6 +100,9 @@ def test_a_cluster_gives_the_bits_and_the_report_of_a_local_merge(
     local, remote = tmp_path / "local" / "model", tmp_path / "remote" / "model"
     for file in ("ram_report.json", "config.json", "mergekit_config.yml"):
         assert (local / file).read_text() == (remote / file).read_text()
+    warnings = json.loads((remote / "ram_report.json").read_text())["warnings"]
+    overflowing = any("not finite" in warning for warning in warnings)
+    assert overflowing == ("overflowing" in name)
     assert (remote / "README.md").exists()
     index = json.loads((remote / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(
