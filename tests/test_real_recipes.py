@@ -284,3 +284,58 @@ def test_bert_is_a_limit_of_mergekit(tmp_path):
     paths = [str(tmp_path / f"bert{i}") for i in range(3)]
     for said in refused_everywhere(tmp_path, recipe_of(*paths)):
         assert "this is a limit of mergekit" in said
+
+
+def test_model_that_needs_remote_code_is_told_the_option_in_whole_sentences(tmp_path):
+    _, paths = save_models(
+        tmp_path,
+        configure=lambda config: config.update(
+            model_type="my_own",
+            auto_map={"AutoConfig": "configuration_my_own.MyOwnConfig"},
+        ),
+    )
+    for path in paths:
+        with open(f"{path}/configuration_my_own.py", "w") as file:
+            file.write("import transformers\n")
+    for said in refused_everywhere(tmp_path, recipe_of(*paths)):
+        assert "--trust-remote-code" in said
+        assert "[...]" not in said
+        assert "update mergekit" not in said
+
+
+def test_multimodal_model_is_refused_in_a_line(tmp_path):
+    text = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4
+    )
+    config.architectures = ["Gemma3ForConditionalGeneration"]
+    torch.manual_seed(0)
+    weights = transformers.Gemma3ForConditionalGeneration(config).state_dict()
+    weights = {name: tensor.clone() for name, tensor in weights.items()}
+    paths = [
+        checkpoints.save(tmp_path / f"model{i}", config, weights) for i in range(3)
+    ]
+    file = write(tmp_path, recipe_of(*paths))
+    result = run(cli.main, "check", file)
+    if result.exit_code:
+        assert "text_config" not in result.output
+        assert max(map(len, result.output.splitlines())) < 400
+    merged = run(run_yaml.main, file, tmp_path / "merged")
+    assert merged.exit_code == result.exit_code
+    assert max(map(len, merged.output.splitlines()), default=0) < 400
