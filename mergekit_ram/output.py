@@ -62,6 +62,8 @@ def staged_output(out_path: str) -> Iterator[str]:
             finished = True
             publishing.publish(staging, out_path, partial)
         except (OSError, WriteError) as error:
+            if finished and publishing.unfinished(partial):
+                raise
             if finished:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise WriteError(
@@ -74,7 +76,8 @@ def staged_output(out_path: str) -> Iterator[str]:
             file = os.path.join(out_path, _newest_file(staging))
             raise unwritable(file, error.strerror) from error
         finally:
-            if not finished or not os.path.isdir(staging) or not os.listdir(staging):
+            published = not os.path.isdir(staging) or not os.listdir(staging)
+            if not publishing.unfinished(partial) and (published or not finished):
                 _clear(partial)
 
 
@@ -113,13 +116,15 @@ def _locked(out_path: str, partial: str) -> Iterator[None]:
     path = os.path.join(partial, _LOCK)
     lock = FileLock(path, timeout=0)
     while True:
-        os.makedirs(partial, exist_ok=True)
         try:
+            os.makedirs(partial, exist_ok=True)
             lock.acquire()
         except Timeout:
             raise WriteError(
                 f"{_holder(partial)} writes to {out_path} at this moment: wait for it, or write elsewhere"
             ) from None
+        except OSError as error:
+            raise unwritable(out_path, error.strerror) from error
         if os.path.exists(path):
             break
         # Its last holder removed the file between opening and locking it.

@@ -38,7 +38,8 @@ def publish(staging: str, final: str, scratch: str) -> None:
         scratch: a directory on the same file system, for what is replaced meanwhile.
 
     Raises:
-        WriteError: a directory stands where a file has to go. Nothing was moved.
+        WriteError: a directory stands where a file has to go, and nothing was moved; or something could be neither
+            moved nor taken back, which the next ``recover`` does.
         OSError: something could not be moved; everything is where it was.
     """
     if not os.path.exists(final):
@@ -65,16 +66,25 @@ def publish(staging: str, final: str, scratch: str) -> None:
             os.replace(os.path.join(final, name), os.path.join(replaced, name))
         for name in new:
             os.replace(os.path.join(staging, name), os.path.join(final, name))
+        # From here on the new model stands, and a killed process has nothing to take back.
+        os.unlink(os.path.join(scratch, _JOURNAL))
     except BaseException:
         recover(scratch, final)
         raise
-    # From here on the new model stands, and a killed process has nothing to take back.
-    os.unlink(os.path.join(scratch, _JOURNAL))
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def unfinished(scratch: str) -> bool:
+    """Whether a ``publish`` has left something to take back."""
+    return os.path.exists(os.path.join(scratch, _JOURNAL))
+
+
 def recover(scratch: str, final: str) -> None:
-    """Take back what a ``publish`` that did not come to its end has moved. Nothing, if there was none."""
+    """Take back what a ``publish`` that did not come to its end has moved. Nothing, if there was none.
+
+    Raises:
+        WriteError: something cannot be moved. What was moved back stays so, a further call goes on from there.
+    """
     journal = os.path.join(scratch, _JOURNAL)
     if not os.path.exists(journal):
         return
@@ -82,14 +92,21 @@ def recover(scratch: str, final: str) -> None:
         try:
             moving = json.load(file)
         except ValueError:  # killed while it was written, before anything was moved
-            moving = None
-    if moving is not None:
-        staging = os.path.join(scratch, moving["staging"])
-        replaced = os.path.join(scratch, _REPLACED)
+            moving = {"staging": "", "new": []}
+    staging = os.path.join(scratch, moving["staging"])
+    replaced = os.path.join(scratch, _REPLACED)
+    try:
         for name in reversed(moving["new"]):
             if not os.path.lexists(os.path.join(staging, name)):
                 os.replace(os.path.join(final, name), os.path.join(staging, name))
         for name in sorted(os.listdir(replaced), key=lambda name: name in _MARKS):
             os.replace(os.path.join(replaced, name), os.path.join(final, name))
+        # Before the directory, without which the journal could not be followed again.
+        os.unlink(journal)
         os.rmdir(replaced)
-    os.unlink(journal)
+    except OSError as error:
+        raise WriteError(
+            f"{final} holds parts of two models: {error.strerror}. What is not there of the old one is in {replaced}, what "
+            f"is not there of the new one in {staging}. Once files can be moved again, the next merge to the same place "
+            "begins by restoring the old one"
+        ) from error

@@ -85,6 +85,19 @@ def fail_at(monkeypatch, name: str, call: int, number: int) -> list[int]:
     return calls
 
 
+def fail_from(monkeypatch, name: str, call: int, number: int) -> None:
+    """Have a function of ``os`` fail at one call and at all that follow."""
+    function, calls = getattr(os, name), []
+
+    def failing(*arguments, **options):
+        calls.append(1)
+        if len(calls) >= call:
+            raise OSError(number, os.strerror(number))
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(os, name, failing)
+
+
 # Five files go and four come.
 @pytest.mark.parametrize("call", range(1, 10))
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.ENOSPC, errno.EACCES])
@@ -148,6 +161,65 @@ def test_next_merge_takes_back_the_moves_of_a_killed_one(call, tmp_path, monkeyp
 
         os.replace = killing
         merge(out)
+
+    child = multiprocessing.get_context("fork").Process(target=killed)
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    with pytest.raises(RuntimeError), output.staged_output(str(out)):
+        raise RuntimeError("the next merge fails too")
+    assert read(out) == OLD
+    assert not leftovers(tmp_path)
+
+
+@pytest.mark.parametrize("call", range(2, 10))
+def test_message_says_what_stands_where_no_move_can_be_taken_back(
+    call, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    write(out, OLD)
+    with monkeypatch.context() as patch:
+        fail_from(patch, "replace", call, errno.EACCES)
+        with pytest.raises(WriteError) as refused:
+            merge(out)
+        message = str(refused.value)
+        assert "as it was" not in message
+        partial = out / ".mergekit-ram-partial"
+        for part in (partial / "out", partial / "replaced"):
+            assert str(part) in message
+        assert os.strerror(errno.EACCES) in message
+        everything = read(out)
+        with pytest.raises(WriteError, match="replaced"):
+            merge(out)
+        assert read(out) == everything
+    with pytest.raises(RuntimeError), output.staged_output(str(out)):
+        raise RuntimeError("the next merge fails too")
+    assert read(out) == OLD
+    assert not leftovers(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["replace", "rmdir", "unlink"])
+@pytest.mark.parametrize("call", range(1, 5))
+def test_taking_back_can_be_killed_too(name, call, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    write(out, OLD)
+    with monkeypatch.context() as patch:
+        fail_from(patch, "replace", 8, errno.EACCES)
+        with pytest.raises(WriteError):
+            merge(out)
+
+    def killed():
+        function, calls = getattr(os, name), []
+
+        def killing(*arguments, **options):
+            calls.append(1)
+            if len(calls) == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+
+        setattr(os, name, killing)
+        with output.staged_output(str(out)):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     child = multiprocessing.get_context("fork").Process(target=killed)
     child.start()
@@ -274,6 +346,25 @@ def test_place_that_cannot_be_the_output_is_refused_while_planning(
     with pytest.raises(WriteError, match="out"):
         merge(out)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+@pytest.mark.parametrize("name", ["mkdir", "open"])
+def test_place_that_takes_no_files_is_named(
+    name, number, exists, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    if exists:
+        write(out, OLD)
+    with monkeypatch.context() as patch:
+        fail_from(patch, name, 1, number)
+        with pytest.raises(WriteError, match=str(out)) as refused:
+            merge(out)
+    assert os.strerror(number) in str(refused.value)
+    assert read(out) == (OLD if exists else {})
+    merge(out)
+    assert read(out) == (AFTER if exists else NEW)
 
 
 def test_link_to_a_directory_takes_the_model(recipe, tmp_path):
