@@ -14,9 +14,9 @@ import click
 import harness
 from mergekit.options import MergeOptions
 
-from mergekit_ram import inspection
-from mergekit_ram.comparison import METHODS, compare
-from mergekit_ram.recipe import Recipe
+from mergekit_ram.host.recipe import Recipe
+from mergekit_ram.tools import inspection
+from mergekit_ram.tools.comparison import DEFAULT_METHODS, compare
 
 _COUNTING = "counting pass"
 
@@ -56,7 +56,9 @@ def comparison_table(recipe: Recipe, options: MergeOptions, methods: str) -> har
 
 @click.command()
 @harness.directory_option
-@harness.option("--methods", default=",".join(METHODS), help="What to compare, comma-separated.")
+@harness.option(
+    "--methods", default=",".join(DEFAULT_METHODS), help="What to compare, comma-separated."
+)
 @harness.repeats_option(4)
 @harness.tiny_option
 @harness.json_option

@@ -5,20 +5,19 @@ does so by itself. Neither torch nor mergekit is imported before it is needed.
 """
 
 from mergekit_ram import _autoload
-
-__version__ = "0.1.0"
+from mergekit_ram._version import __version__
 
 _PUBLIC = {
-    "Agent": "kernel",
-    "Rule": "kernel",
-    "merge": "kernel",
-    "merge_and_count": "kernel",
-    "count": "kernel",
-    "OverlapCounts": "overlap",
-    "overlap_ratio": "overlap",
-    "rescaling_factor": "overlap",
-    "rescaling_factors": "overlap",
-    "total_counts": "overlap",
+    "Agent": "method.rule",
+    "Rule": "method.rule",
+    "merge": "method.stream",
+    "merge_and_count": "method.stream",
+    "count": "method.stream",
+    "OverlapCounts": "method.overlap",
+    "overlap_ratio": "method.overlap",
+    "rescaling_factor": "method.overlap",
+    "rescaling_factors": "method.overlap",
+    "total_counts": "method.overlap",
 }
 
 __all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604

@@ -2,7 +2,7 @@
 
 ``mergekit_ram.pth`` imports the package whenever Python starts, unless ``MERGEKIT_RAM_DISABLE`` is set to
 something other than 0. All that happens then is that a finder waits on ``sys.meta_path`` for the modules of
-mergekit that the plugin extends; only when one of them is imported is ``mergekit_ram.planning``, with torch and
+mergekit that the plugin extends; only when one of them is imported is ``mergekit_ram.plugin.planner``, with torch and
 the rest, imported too. Standard library only, and as little of it as possible: this runs in every Python process.
 """
 
@@ -10,18 +10,21 @@ import sys
 
 SUPPORTED = ">=0.1.5,<0.2"
 
-# Module of mergekit → function of mergekit_ram.planning that extends it.
+# Module of mergekit → module of mergekit_ram.plugin that extends it.
 _HOOKS = {
-    "mergekit.merge_methods": "register_methods",
-    "mergekit.plan": "extend_planner",
-    "mergekit.merge": "extend_merge",
-    "mergekit.scripts.multimerge": "extend_multimerge",
-    "mergekit.scripts.merge_raw_pytorch": "extend_raw_pytorch",
-    "mergekit.evo.genome": "extend_genome",
+    "mergekit.merge_methods": "registry",
+    "mergekit.plan": "planner",
+    "mergekit.merge": "merging",
+    "mergekit.scripts.multimerge": "multimerge",
+    "mergekit.scripts.merge_raw_pytorch": "state_dicts",
+    "mergekit.evo.genome": "genome",
 }
 
 # Those that are being imported at this moment.
 _loading = set()
+
+# Those that could not be extended. With one of them none is: a part of the plugin would be worse than nothing of it.
+_refused = set()
 
 
 class _Finder:
@@ -62,6 +65,8 @@ class _Loader:
             self._loader.exec_module(module)
         finally:
             _loading.discard(module.__name__)
+        if _refused:
+            return
         try:
             _extend(module)
         except Exception as error:
@@ -80,21 +85,17 @@ def install():
 
 
 def _extend(module):
-    # When one of these two is what is importing mergekit, it is not ready yet, and calls install once it is.
-    methods = sys.modules.get("mergekit_ram.methods")
-    if methods is not None and not hasattr(methods, "METHODS"):
-        return
-    from mergekit_ram import planning
+    import importlib
 
-    extend = getattr(planning, _HOOKS[module.__name__], None)
-    if extend is not None:
-        extend(module)
+    plugin = f"mergekit_ram.plugin.{_HOOKS[module.__name__]}"
+    importlib.import_module(plugin).extend(module)
 
 
 def _refuse_merges(module, error):
     """Have every recipe that names a method of the plugin fail with the reason, never run something else."""
     import warnings
 
+    _refused.add(module.__name__)
     message = f"mergekit-ram cannot extend {module.__name__}: {error}"
     if SUPPORTED not in message:
         message += f". It works with mergekit {SUPPORTED}"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import sys
 from collections.abc import Iterable
 
 import click
 
-from mergekit_ram import __version__
+from mergekit_ram._version import __version__
+
+LOG = logging.getLogger(__name__)
 
 
 class MergeCommand(click.Command):
@@ -33,14 +36,10 @@ def main() -> None:
 
 @main.command()
 @click.argument("recipe", type=click.Path(exists=True, dir_okay=False))
-@click.option(
-    "--out", "out_path", type=click.Path(), help="Where the merged model would go."
-)
+@click.option("--out", "out_path", type=click.Path(), help="Where the merged model would go.")
 @click.option("--json", "as_json", is_flag=True, help="Print the problems as JSON.")
 @click.option("--allow-crimes", is_flag=True, help="Allow mixing architectures.")
-@click.option(
-    "--trust-remote-code", is_flag=True, help="Trust remote code of the models."
-)
+@click.option("--trust-remote-code", is_flag=True, help="Trust remote code of the models.")
 @click.option(
     "--lazy-unpickle",
     is_flag=True,
@@ -72,9 +71,7 @@ def check(recipe: str, out_path: str | None, as_json: bool, **options) -> None:
     from mergekit_ram.check.files import check_file
     from mergekit_ram.errors import RecipeError
 
-    choice = {
-        name: options.pop(name) for name in ("tensor_union", "tensor_intersection")
-    }
+    choice = {name: options.pop(name) for name in ("tensor_union", "tensor_intersection")}
     method, problems = check_file(recipe, MergeOptions(**options), out_path, **choice)
     if as_json:
         found = [vars(problem) for problem in problems]
@@ -103,24 +100,22 @@ def merge(recipe: str, out_path: str, ray_address: str | None, **options) -> Non
     from mergekit.merge import run_merge
     from mergekit.options import MergeOptions
 
-    from mergekit_ram.recipe import Recipe
+    from mergekit_ram.host.recipe import Recipe
 
     read = Recipe.read(recipe)
     warn(read.warnings)
     merge_options = MergeOptions(**options)
     merge_options.apply_global_options()
     if ray_address is not None:
-        from mergekit_ram.cluster import ClusterOptions
+        from mergekit_ram.cluster.driver import ClusterOptions
 
         merge_options = ClusterOptions.beside(out_path, merge_options, ray_address)
     if read.of_state_dicts:
-        from mergekit_ram.plans import merge_files
+        from mergekit_ram.tools.plans import merge_files
 
         merge_files(read, out_path, merge_options)
         return
-    run_merge(
-        read.configuration(), out_path, options=merge_options, config_source=read.source
-    )
+    run_merge(read.configuration(), out_path, options=merge_options, config_source=read.source)
 
 
 def recipe_options(command):
@@ -189,14 +184,12 @@ def inspect(
     The recipe may name any merge method, if it has a base_model. Nothing is merged or written.
     """
     require_matplotlib(plots_path)
-    from mergekit_ram.inspection import inspect as inspect_agents
-    from mergekit_ram.terminal import show_inspection
+    from mergekit_ram.report.terminal import show_inspection
+    from mergekit_ram.tools.inspection import inspect as inspect_agents
 
     given = {"epsilon": epsilon, "r": r, "alpha": alpha}
     parameters = {name: value for name, value in given.items() if value is not None}
-    found = inspect_agents(
-        *read_recipe(recipe, options), parameters=parameters, exact=exact
-    )
+    found = inspect_agents(*read_recipe(recipe, options), parameters=parameters, exact=exact)
     give_out(found, show_inspection, json_path, plots_path, as_card)
 
 
@@ -221,8 +214,8 @@ def compare(
     Every method merges the recipe's models in memory, tensor by tensor. Nothing is written.
     """
     require_matplotlib(plots_path)
-    from mergekit_ram.comparison import compare as compare_methods
-    from mergekit_ram.terminal import show_comparison
+    from mergekit_ram.report.terminal import show_comparison
+    from mergekit_ram.tools.comparison import compare as compare_methods
 
     names = [name.strip() for name in methods.split(",") if name.strip()]
     found = compare_methods(*read_recipe(recipe, options), list(dict.fromkeys(names)))
@@ -232,20 +225,17 @@ def compare(
 def require_matplotlib(plots_path: str | None) -> None:
     """Say that plots need matplotlib before anything is computed for them."""
     if plots_path and importlib.util.find_spec("matplotlib") is None:
-        raise click.ClickException(
-            "--plots needs matplotlib: pip install 'mergekit-ram[plots]'"
-        )
+        raise click.ClickException("--plots needs matplotlib: pip install 'mergekit-ram[plots]'")
 
 
 def read_recipe(path: str, options: dict):
     """The recipe and mergekit's options, in force; of a command's options."""
     from mergekit.options import MergeOptions
 
-    from mergekit_ram.recipe import Recipe, parameter_warnings
+    from mergekit_ram.host.known_methods import parameter_warnings
+    from mergekit_ram.host.recipe import Recipe
 
-    settings = {
-        name: options.pop(name) for name in ("tensor_union", "tensor_intersection")
-    }
+    settings = {name: options.pop(name) for name in ("tensor_union", "tensor_intersection")}
     merge_options = MergeOptions(**options)
     merge_options.apply_global_options()
     recipe = Recipe.read(path, **settings)
@@ -254,15 +244,12 @@ def read_recipe(path: str, options: dict):
 
 
 def warn(warnings: Iterable[str]) -> None:
-    from mergekit_ram.report import LOG
 
     for warning in warnings:
         LOG.warning(warning)
 
 
-def give_out(
-    found, show, json_path: str | None, plots_path: str | None, as_card: bool
-) -> None:
+def give_out(found, show, json_path: str | None, plots_path: str | None, as_card: bool) -> None:
     """Print what was found, and write it where that was asked for."""
     from rich.console import Console
 
@@ -274,7 +261,7 @@ def give_out(
         with open(json_path, "w", encoding="utf-8") as file:
             file.write(found.to_json() + "\n")
     if plots_path:
-        from mergekit_ram.plots import write_plots
+        from mergekit_ram.report.plots import write_plots
 
         for path in write_plots(found, plots_path):
             click.echo(f"wrote {path}", err=True)
@@ -309,8 +296,8 @@ def demo(directory: str | None, json_file: str | None) -> None:
         import torch
         import transformers
 
-        from mergekit_ram.demo import run_demo
-        from mergekit_ram.demo.table import print_result
+        from mergekit_ram.tools.demo import run_demo
+        from mergekit_ram.tools.demo.table import print_result
 
         # Models this small run best on one thread.
         torch.set_num_threads(1)

@@ -9,9 +9,7 @@ from typing import Any
 import click
 
 
-def _restored(
-    kind: type[BaseException], arguments: tuple, state: dict[str, Any]
-) -> BaseException:
+def _restored(kind: type[BaseException], arguments: tuple, state: dict[str, Any]) -> BaseException:
     error = kind.__new__(kind, *arguments)
     error.__dict__.update(state)
     return error

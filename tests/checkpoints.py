@@ -58,9 +58,7 @@ def make_base(
     A few weights of every tensor are −0, which a sum with +0 would turn into +0.
     """
     config_class, model_class, defaults = ARCHITECTURES[architecture]
-    config = getattr(transformers, config_class)(
-        **{**defaults, **sizes}, tie_word_embeddings=tied
-    )
+    config = getattr(transformers, config_class)(**{**defaults, **sizes}, tie_word_embeddings=tied)
     config.architectures = [model_class]
     torch.manual_seed(seed)
     model = getattr(transformers, model_class)(config)
@@ -177,6 +175,4 @@ def make_tokenizer(tokens: list[str]) -> transformers.PreTrainedTokenizerFast:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=tokens[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token=tokens[0]
-    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=tokens[0])

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from test_kernel import BLOCKS, DTYPES, assert_counted, assert_merged, cases, same_bits
 
-from mergekit_ram.kernel import count, merge, merge_and_count
+from mergekit_ram.method.stream import count, merge, merge_and_count
 
 
 @click.command()

@@ -93,18 +93,14 @@ def overlap(base: Array, agents: Sequence[Array], **selection) -> Overlap:
         changed=np.array([changed[i].sum() for i in n]),
         unique=np.array([(changed[i] & (changers == 1)).sum() for i in n]),
         shared=np.array([(changed[i] & (changers >= 2)).sum() for i in n]),
-        histogram=np.array(
-            [[(changed[i] & (changers == 1 + k)).sum() for k in n] for i in n]
-        ),
+        histogram=np.array([[(changed[i] & (changers == 1 + k)).sum() for k in n] for i in n]),
         pairwise=np.array([[(changed[i] & changed[j]).sum() for j in n] for i in n]),
         pairwise_conflicts=np.array([[conflicts[i][j].sum() for j in n] for i in n]),
         sign_conflicts=np.any(np.array(conflicts), axis=(0, 1)).sum(),
     )
 
 
-def model_overlap(
-    model: Sequence[tuple[Array, Sequence[Array]]], **selection
-) -> Overlap:
+def model_overlap(model: Sequence[tuple[Array, Sequence[Array]]], **selection) -> Overlap:
     """Counts over all (base, agents) of a model."""
     return reduce(add, [overlap(base, agents, **selection) for base, agents in model])
 
@@ -144,9 +140,7 @@ def ram(
     keep_unique = keep_unique or [True] * len(agents)
 
     base = np.asarray(base, dtype=np.float64)
-    tau, changed = task_vectors(
-        base, agents, epsilon=epsilon, weight=weight, normalize=normalize
-    )
+    tau, changed = task_vectors(base, agents, epsilon=epsilon, weight=weight, normalize=normalize)
     changers = changed.sum(axis=0)
     update, magnitude = np.zeros(base.shape), np.zeros(base.shape)
     contested = np.zeros(base.shape, dtype=bool)
@@ -246,9 +240,7 @@ def _deltas(base: StateDict, agents: Sequence[StateDict], name: str, threshold: 
     return [np.where(np.abs(delta) > threshold, delta, 0.0) for delta in deltas]
 
 
-def arm(
-    base: StateDict, agents: Sequence[StateDict], threshold: float = 1e-5
-) -> dict[str, Array]:
+def arm(base: StateDict, agents: Sequence[StateDict], threshold: float = 1e-5) -> dict[str, Array]:
     """Mean over those who changed an element."""
     merged = {}
     for name in base:
@@ -349,8 +341,6 @@ def _rescaled(
         deltas = _deltas(base, agents, name, threshold)
         changers = sum((delta != 0).astype(int) for delta in deltas)
         mean = sum(deltas) / np.maximum(changers, 1)
-        scaled = sum(
-            (1 + strength * min(ratio, 1.0)) * d for ratio, d in zip(ratios, deltas)
-        )
+        scaled = sum((1 + strength * min(ratio, 1.0)) * d for ratio, d in zip(ratios, deltas))
         merged[name] = base[name] + np.where(changers == 1, scaled, mean)
     return merged

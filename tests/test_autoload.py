@@ -13,13 +13,16 @@ from types import SimpleNamespace
 import checkpoints
 import pytest
 
+from mergekit_ram.errors import IncompatibleMergekitError
+from mergekit_ram.host import compatibility
+
 PACKAGE = Path(__file__).parent.parent / "mergekit_ram"
 
 # What start-up must leave alone; each takes from a tenth of a second to seconds.
 HEAVY = ("torch", "mergekit", "pydantic", "click", "safetensors", "transformers")
 
 OWNER = "print(type(merge_methods.get('ram')).__module__)"
-OURS = "mergekit_ram.planning"
+OURS = "mergekit_ram.plugin.registry"
 
 
 def run(code: str, *options: str, **environment: str) -> subprocess.CompletedProcess:
@@ -63,8 +66,8 @@ def test_environment_variable_gives_mergekits_own_methods_back():
     [
         "import mergekit_ram; from mergekit import merge_methods",
         "from mergekit import merge_methods; import mergekit_ram, importlib; importlib.reload(mergekit_ram)",
-        "import mergekit_ram.methods; from mergekit import merge_methods",
-        "import mergekit_ram.planning; from mergekit import merge_methods",
+        "import mergekit_ram.host.methods; from mergekit import merge_methods",
+        "import mergekit_ram.plugin.planner; from mergekit import merge_methods",
     ],
 )
 def test_import_registers_in_any_order_and_any_number_of_times(imports):
@@ -104,9 +107,7 @@ def with_package(directory: Path, files: dict[str, str]) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
     (directory / "mergekit_ram").symlink_to(PACKAGE)
-    (directory / "mergekit_ram.pth").write_text(
-        (PACKAGE.parent / "mergekit_ram.pth").read_text()
-    )
+    (directory / "mergekit_ram.pth").write_text((PACKAGE.parent / "mergekit_ram.pth").read_text())
     return f"import site, sys; site.addsitedir({str(directory)!r})\n"
 
 
@@ -131,10 +132,7 @@ def test_half_installed_mergekit_fails_by_its_own_error(tmp_path):
         },
     )
     done = run(start + "import mergekit.merge_methods", "-I", "-S")
-    assert (
-        done.stderr.splitlines()[-1]
-        == "ModuleNotFoundError: No module named 'gone_missing'"
-    )
+    assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'gone_missing'"
 
 
 def test_other_mergekit_works_on_and_refuses_our_methods_by_name(tmp_path):
@@ -169,9 +167,7 @@ def test_merge_in_an_unsupported_version_ends_with_a_message(tmp_path):
     config, base = checkpoints.make_base("qwen2")
     path = checkpoints.save(tmp_path / "base", config, base)
     recipe = tmp_path / "recipe.yml"
-    recipe.write_text(
-        f"{{merge_method: ramplus, base_model: {path}, models: [{{model: {path}}}]}}"
-    )
+    recipe.write_text(f"{{merge_method: ramplus, base_model: {path}, models: [{{model: {path}}}]}}")
     out = tmp_path / "out"
     done = run(f"""
         import importlib.metadata, sys
@@ -192,25 +188,24 @@ def test_merge_in_an_unsupported_version_ends_with_a_message(tmp_path):
 # --- What the plugin relies on, checked before it is used ----------------------------------------------------------
 
 
-@pytest.fixture
-def planning():
-    return importlib.import_module("mergekit_ram.planning")
+def extend(name: str, module) -> None:
+    importlib.import_module(f"mergekit_ram.plugin.{name}").extend(module)
 
 
 @pytest.mark.parametrize("version", ["0.1.4", "0.0.6", "0.2", "0.2.0rc1", "1.0.0"])
-def test_other_versions_are_refused(version, planning, monkeypatch):
-    monkeypatch.setattr(planning, "_installed_version", lambda: version)
-    with pytest.raises(planning.IncompatibleMergekitError, match="0.1.5,<0.2") as error:
-        planning.register_methods(SimpleNamespace())
+def test_other_versions_are_refused(version, monkeypatch):
+    monkeypatch.setattr(compatibility, "installed_version", lambda: version)
+    with pytest.raises(IncompatibleMergekitError, match="0.1.5,<0.2") as error:
+        extend("registry", SimpleNamespace())
     assert version in str(error.value)
 
 
 @pytest.mark.parametrize("version", ["0.1.5", "0.1.5.post1", "0.1.17", None])
-def test_supported_and_unknown_versions_are_taken(version, planning, monkeypatch):
-    monkeypatch.setattr(planning, "_installed_version", lambda: version)
+def test_supported_and_unknown_versions_are_taken(version, monkeypatch):
+    monkeypatch.setattr(compatibility, "installed_version", lambda: version)
     methods = {}
     module = SimpleNamespace(registry=SimpleNamespace(_METHODS=methods))
-    planning.register_methods(module)
+    extend("registry", module)
     assert sorted(methods) == ["ram", "ramplus", "ramplus_tl"]
 
 
@@ -254,43 +249,44 @@ def module_without(name: str) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("extend", "gone"),
+    ("name", "gone"),
     [
-        ("register_methods", "registry._METHODS"),
-        ("extend_planner", "MergePlanner._plan"),
-        ("extend_planner", "MergePlanner._tensors"),
-        ("extend_planner", "MergePlanner.plan_tensor"),
-        ("extend_planner", "MergePlanner.plan_to_disk"),
-        ("extend_merge", "run_merge"),
-        ("extend_raw_pytorch", "plan_flat_merge"),
-        ("extend_raw_pytorch", "construct_param_dicts"),
-        ("extend_raw_pytorch", "main"),
-        ("extend_multimerge", "make_tasks"),
-        ("extend_genome", "METHOD_PARAM_MAPS"),
+        ("registry", "registry._METHODS"),
+        ("planner", "MergePlanner._plan"),
+        ("planner", "MergePlanner._tensors"),
+        ("planner", "MergePlanner.plan_tensor"),
+        ("planner", "MergePlanner.plan_to_disk"),
+        ("merging", "run_merge"),
+        ("state_dicts", "plan_flat_merge"),
+        ("state_dicts", "construct_param_dicts"),
+        ("state_dicts", "main"),
+        ("multimerge", "make_tasks"),
+        ("genome", "METHOD_PARAM_MAPS"),
     ],
 )
-def test_changed_internals_are_a_clear_error(extend, gone, planning):
-    getattr(planning, extend)(module_without(""))
-    with pytest.raises(planning.IncompatibleMergekitError, match="0.1.5,<0.2") as error:
-        getattr(planning, extend)(module_without(gone))
+def test_changed_internals_are_a_clear_error(name, gone):
+    extend(name, module_without(""))
+    with pytest.raises(IncompatibleMergekitError, match="0.1.5,<0.2") as error:
+        extend(name, module_without(gone))
     assert gone.rpartition(".")[2] in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "gone", ["_execute", "_execute_resolved", "_bind_group_parameters"]
-)
-def test_changed_merge_methods_are_a_clear_error(gone, planning, monkeypatch):
-    monkeypatch.delattr(planning.MergeMethod, gone)
-    with pytest.raises(planning.IncompatibleMergekitError, match=gone):
-        planning.register_methods(module_without(""))
+@pytest.mark.parametrize("gone", ["_execute", "_execute_resolved", "_bind_group_parameters"])
+def test_changed_merge_methods_are_a_clear_error(gone, monkeypatch):
+    from mergekit_ram.plugin import registry
+
+    monkeypatch.delattr(registry.MergeMethod, gone)
+    with pytest.raises(IncompatibleMergekitError, match=gone):
+        extend("registry", module_without(""))
 
 
-def test_model_wide_method_run_outside_a_plan_never_takes_the_tensor_local_ratio(
-    planning,
-):
+def test_model_wide_method_run_outside_a_plan_never_takes_the_tensor_local_ratio():
     """A planner that went another way than the extended one would run the method without a ratio."""
     from mergekit.merge_methods.base import BatchOptions
 
-    method = planning.RegisteredMethod(planning._BY_NAME["ramplus"])
-    with pytest.raises(planning.IncompatibleMergekitError, match="planned merge"):
+    from mergekit_ram.host.methods import METHODS
+    from mergekit_ram.plugin import registry
+
+    method = registry.RegisteredMethod(METHODS["ramplus"])
+    with pytest.raises(IncompatibleMergekitError, match="planned merge"):
         method._execute([None], [{}], BatchOptions(), input_dtypes=[None])

@@ -291,8 +291,7 @@ def more_layers_than_the_config_allows(shop, recipe):
     """Qwen2's config lists the type of every layer, which mergekit does not lengthen."""
     models = [{"model": str(shop.base)}, *recipe.pop("models")]
     recipe["slices"] = [
-        {"sources": [{**m, "layer_range": taken} for m in models]}
-        for taken in ([0, 2], [1, 3])
+        {"sources": [{**m, "layer_range": taken} for m in models]} for taken in ([0, 2], [1, 3])
     ]
     return [("recipe", ["config is not valid", "num_hidden_layers", "4"])]
 
@@ -388,9 +387,7 @@ def shop(make_models, tmp_path) -> Workshop:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_problem_is_found_before_a_weight_is_read(
-    kind, shop, tmp_path, no_weight_is_read
-):
+def test_problem_is_found_before_a_weight_is_read(kind, shop, tmp_path, no_weight_is_read):
     recipe = shop.recipe("ramplus")
     told = kind(shop, recipe)
     cache = ("--lora-merge-cache", str(tmp_path / "cache"))
@@ -560,9 +557,7 @@ INDEXES = {
 
 @pytest.mark.parametrize("edit", INDEXES.values(), ids=INDEXES)
 @pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "pickle"])
-def test_corrupt_index_is_named(
-    edit, pickled, make_models, tmp_path, no_weight_is_read
-):
+def test_corrupt_index_is_named(edit, pickled, make_models, tmp_path, no_weight_is_read):
     shop = sharded(make_models, tmp_path, pickle=pickled)
     file = edit_index(shop.agents[1], edit)
     (problem,) = problems_of(shop.recipe(), tmp_path)
@@ -575,9 +570,7 @@ def test_corrupt_index_is_named(
 @pytest.mark.parametrize(
     "damage", ["missing", "truncated", "empty", "directory", "text", "other tensors"]
 )
-def test_damaged_shard_is_named(
-    damage, pickled, make_models, tmp_path, no_weight_is_read
-):
+def test_damaged_shard_is_named(damage, pickled, make_models, tmp_path, no_weight_is_read):
     shop = sharded(make_models, tmp_path, pickle=pickled)
     file = sorted(shop.agents[2].glob("*-of-*"))[1]
     content = file.read_bytes()
@@ -636,9 +629,7 @@ class Exploit:
 @pytest.mark.parametrize("lazy", [(), ("--lazy-unpickle",)], ids=["eager", "lazy"])
 @pytest.mark.parametrize("form", ["torch", "legacy torch", "plain pickle"])
 @pytest.mark.parametrize("entry", ["yaml", "sharded", "pytorch"])
-def test_malicious_pickle_is_refused_and_not_run(
-    entry, form, lazy, make_models, tmp_path
-):
+def test_malicious_pickle_is_refused_and_not_run(entry, form, lazy, make_models, tmp_path):
     mark = tmp_path / "run"
     content = {"model.norm.weight": torch.ones(16), "more": Exploit(mark)}
 
@@ -729,9 +720,7 @@ def raw_refusal(recipe, directory: Path, *options) -> str:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-def test_all_problems_of_files_come_in_one_error(
-    suffix, make_models, tmp_path, no_weight_is_read
-):
+def test_all_problems_of_files_come_in_one_error(suffix, make_models, tmp_path, no_weight_is_read):
     base, agents = state_dicts(make_models())
     del agents[0]["model.norm.weight"]
     agents[1]["model.embed_tokens.weight"] = torch.zeros(50, 16)
@@ -769,9 +758,7 @@ def test_all_problems_of_files_come_in_one_error(
         (lambda recipe: recipe.update(dtype="int64"), "dtype: int64"),
     ],
 )
-def test_problem_of_a_recipe_of_files(
-    change, told, make_models, tmp_path, no_weight_is_read
-):
+def test_problem_of_a_recipe_of_files(change, told, make_models, tmp_path, no_weight_is_read):
     base, agents = state_dicts(make_models())
     recipe = raw_recipe(tmp_path, base, agents, "ram")
     change(recipe)
@@ -792,9 +779,7 @@ def test_file_that_is_no_plain_state_dict_is_refused(nested, make_models, tmp_pa
     assert problem["what"] in raw_refusal(recipe, tmp_path)
 
 
-def test_tensors_that_differ_are_fine_where_an_option_says_which_to_merge(
-    make_models, tmp_path
-):
+def test_tensors_that_differ_are_fine_where_an_option_says_which_to_merge(make_models, tmp_path):
     base, agents = state_dicts(make_models())
     del agents[0]["model.norm.weight"]
     recipe = raw_recipe(tmp_path, base, agents, "ram")
@@ -838,9 +823,7 @@ def multi_refusal(content: str, directory: Path) -> str:
     return message
 
 
-def test_problems_of_all_steps_come_before_the_first_is_merged(
-    shop, tmp_path, no_weight_is_read
-):
+def test_problems_of_all_steps_come_before_the_first_is_merged(shop, tmp_path, no_weight_is_read):
     content = MULTI.format(base=shop.base, agents=shop.agents)
     missing_tensors(shop, {})
     truncated = shop.agents[2] / "model.safetensors"
@@ -1054,9 +1037,7 @@ def test_missing_optional_tensors_are_no_problem(make_models, tmp_path):
 
 @pytest.mark.parametrize("source", ["base", "union"])
 @pytest.mark.parametrize("padding", [None, 32])
-def test_vocabularies_that_are_aligned_are_no_problem(
-    source, padding, spoken, tmp_path
-):
+def test_vocabularies_that_are_aligned_are_no_problem(source, padding, spoken, tmp_path):
     recipe = spoken.recipe("ram")
     assert "tokenizer" in str(problems_of(recipe, tmp_path))
     check_recipe(recipe, tmp_path, "--unsafe-truncate-embeddings")
@@ -1089,9 +1070,7 @@ def opt(directory: Path, *, layers: int = 2, agents: int = 2) -> Models:
     model = AutoModelForCausalLM.from_config(config)
     base = {n: t for n, t in model.state_dict().items() if n != "lm_head.weight"}
     seeds = range(1, 1 + agents)
-    return save_models(
-        directory, config, base, [checkpoints.change(base, seed) for seed in seeds]
-    )
+    return save_models(directory, config, base, [checkpoints.change(base, seed) for seed in seeds])
 
 
 def test_architecture_without_description_has_no_problem(tmp_path):

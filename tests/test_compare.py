@@ -32,9 +32,10 @@ from test_recipes import (
     state_dicts,
 )
 
-from mergekit_ram import cli, retention
-from mergekit_ram.comparison import METHODS
-from mergekit_ram.findings import Comparison
+from mergekit_ram import cli
+from mergekit_ram.method import retention
+from mergekit_ram.report.findings import Comparison
+from mergekit_ram.tools.comparison import DEFAULT_METHODS as METHODS
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 MEASURES = ("unique_retention", "shared_retention", "cosine", "sign_agreement", "norm_ratio")  # fmt: skip
@@ -128,9 +129,7 @@ def test_method_keeps_what_its_model_on_disk_keeps(method, compared, models, tmp
     check(found, base, agents, merged)
 
 
-def test_random_method_is_mergekits_own_by_the_seed_and_the_tensors_name(
-    models, tmp_path
-):
+def test_random_method_is_mergekits_own_by_the_seed_and_the_tensors_name(models, tmp_path):
     options = ("--methods", "ram,dare_ties", "--random-seed", "7")
     found = compare(models.recipe("ram"), tmp_path, *options)
     assert found.seed == 7
@@ -190,7 +189,7 @@ def test_retention_of_any_tensors_is_the_oracles(
     tensors = [change(base).to(dtype) for _ in range(agents + merged)]
     base = base.to(dtype)
     taken, results = tensors[:agents], tensors[agents:]
-    found = retention.measure(base, taken, results, 0.01, block_elements=block)
+    found = retention.retained(base, taken, results, 0.01, block_elements=block)
     vectors = [array(tensor).ravel() for tensor in (base, *taken)]
     for kept, result in zip(found, results, strict=True):
         delta = array(result).ravel() - vectors[0]
@@ -222,7 +221,7 @@ def test_retention_of_any_tensors_is_the_oracles(
 
 def test_tensors_wait_for_each_other_only_up_to_a_size(models, tmp_path, monkeypatch):
     expected = compare(models.recipe("ram"), tmp_path)
-    monkeypatch.setattr("mergekit_ram.comparison._WAITING_BYTES", 0)
+    monkeypatch.setattr("mergekit_ram.tools.comparison._WAITING_BYTES", 0)
     found = compare(models.recipe("ram"), tmp_path)
     for one, other in zip(found.methods, expected.methods, strict=True):
         for agent, same in zip(one.agents, other.agents):

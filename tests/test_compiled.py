@@ -7,13 +7,12 @@ import shutil
 import pytest
 import torch
 
-from mergekit_ram import compiled, kernel
+from mergekit_ram.method import compiled
+from mergekit_ram.method import stream as kernel
 
 BF16, F32 = torch.bfloat16, torch.float32
 
-needs_compiler = pytest.mark.skipif(
-    not shutil.which("g++"), reason="needs the C++ compiler g++"
-)
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs the C++ compiler g++")
 
 
 def make_agents(base: torch.Tensor, dtypes) -> list[kernel.Agent]:
@@ -40,8 +39,7 @@ def test_compiled_merges_and_counts_are_the_same_to_the_bit(dtypes, monkeypatch)
 
     def results():
         return [
-            kernel.merge_and_count(base, agents, block_elements=block)
-            for block in (None, 1024)
+            kernel.merge_and_count(base, agents, block_elements=block) for block in (None, 1024)
         ]
 
     with monkeypatch.context() as patch:

@@ -115,9 +115,7 @@ def test_adapter_in_place_of_a_model_is_pointed_out(named, models, tmp_path):
     adapter.mkdir()
     settings = {"base_model_name_or_path": "org/its-base"} if named else {}
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
-    checkpoints.save_state_dict(
-        adapter / "adapter_model.safetensors", {"a": torch.zeros(1)}
-    )
+    checkpoints.save_state_dict(adapter / "adapter_model.safetensors", {"a": torch.zeros(1)})
     for message in refusals(tmp_path, [*models, adapter]):
         assert "it is a LoRA adapter" in message
         assert f"{'org/its-base' if named else 'base'}+{adapter}" in message
@@ -128,10 +126,7 @@ def test_adapter_in_place_of_a_model_is_pointed_out(named, models, tmp_path):
 
 
 def with_gaps(weights):
-    return {
-        name: torch.stack([tensor, tensor], -1)[..., 0]
-        for name, tensor in weights.items()
-    }
+    return {name: torch.stack([tensor, tensor], -1)[..., 0] for name, tensor in weights.items()}
 
 
 UNREADABLE = {

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from mergekit_ram.cli import main
-from mergekit_ram.demo import CHECKPOINTS, METHODS, agent_name
-from mergekit_ram.demo.evaluate import score
-from mergekit_ram.demo.families import FAMILIES, draw
-from mergekit_ram.report import Report
+from mergekit_ram.report.record import Report
+from mergekit_ram.tools.demo import CHECKPOINTS, COMPARED, agent_name
+from mergekit_ram.tools.demo.evaluate import score
+from mergekit_ram.tools.demo.families import FAMILIES, draw
 
 MODEL = "model.safetensors"
 FEW = 40
@@ -42,7 +42,7 @@ def scores(demo) -> dict[str, dict[str, float]]:
 def test_json_has_every_model_and_the_mean_of_its_scores(demo):
     _, found, _ = demo
     names = [method["method"] for method in found["methods"]]
-    assert names == ["base", *map(agent_name, FAMILIES), *METHODS]
+    assert names == ["base", *map(agent_name, FAMILIES), *COMPARED]
     for method in found["methods"]:
         assert list(method["scores"]) == list(FAMILIES)
         assert all(0 <= value <= 1 for value in method["scores"].values())
@@ -90,9 +90,7 @@ def test_model_of_zeros_scores_nothing(demo, tmp_path):
 def test_score_is_that_of_generating_token_by_token(demo):
     """An independent greedy decoder, one prompt at a time and without padding, finds the same number right."""
     model_path = demo[0] / "merged" / "ramplus"
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        model_path, dtype=torch.float32
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
     for family, expected in score(model_path, count=FEW).items():
         right = 0
@@ -121,9 +119,7 @@ def test_written_recipe_runs_with_mergekit_yaml(demo, tmp_path):
 
 def test_splits_share_no_prompt_and_draws_can_be_repeated():
     for family in FAMILIES:
-        drawn = {
-            split: draw(family, split, 300) for split in ("train", "validation", "test")
-        }
+        drawn = {split: draw(family, split, 300) for split in ("train", "validation", "test")}
         assert drawn["test"] == draw(family, "test", 300)
         assert drawn["test"] != draw(family, "test", 300, seed=1)
         prompts = {task.prompt for tasks in drawn.values() for task in tasks}

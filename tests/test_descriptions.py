@@ -12,8 +12,8 @@ import torch
 from mergekit.common import ModelReference
 from safetensors.torch import save_file
 
-from mergekit_ram.checkpoint import Checkpoint, TensorHeader, stored_bytes
-from mergekit_ram.checkpoint.files import spans
+from mergekit_ram.host.checkpoint import Checkpoint, TensorHeader, stored_bytes
+from mergekit_ram.host.checkpoint.files import spans
 
 # torch reads its old format of the first ones only.
 OLD = [
@@ -39,9 +39,7 @@ DTYPES = [
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_description_does_not_depend_on_the_format(zipped, tmp_path):
-    tensors = {
-        str(dtype): torch.ones(2, 3).to(dtype) for dtype in (DTYPES if zipped else OLD)
-    }
+    tensors = {str(dtype): torch.ones(2, 3).to(dtype) for dtype in (DTYPES if zipped else OLD)}
     tensors |= {"empty": torch.zeros(0, 3), "number": torch.tensor(1.0)}
     files = [tmp_path / "a.safetensors", tmp_path / "a.bin"]
     save_file(tensors, files[0])
@@ -112,9 +110,7 @@ def test_impossible_shapes_on_the_hub_are_a_fault(shape, monkeypatch):
     metadata = info.SafetensorsRepoMetadata(
         metadata=None, sharded=False, weight_map={}, files_metadata={"m": file}
     )
-    monkeypatch.setattr(
-        huggingface_hub, "get_safetensors_metadata", lambda *_, **__: metadata
-    )
+    monkeypatch.setattr(huggingface_hub, "get_safetensors_metadata", lambda *_, **__: metadata)
     (fault,) = Checkpoint.of(ModelReference.parse("org/model")).faults
     assert "org/model/m: a has the impossible shape" in fault.what
 

@@ -45,8 +45,8 @@ from test_recipes import (  # noqa: F401 - the fixtures among them
     write_recipe,
 )
 
-from mergekit_ram import kernel
-from mergekit_ram.report import Report
+from mergekit_ram.method import stream as kernel
+from mergekit_ram.report.record import Report
 
 ENTRIES = ("yaml", "multi", "pytorch")
 STRONG = {"r": 1.0, "alpha": 10.0}
@@ -182,9 +182,7 @@ MOMENTS = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_killed_merge_leaves_no_model_and_can_be_run_again(
-    entry, moment, make_models, tmp_path
-):
+def test_killed_merge_leaves_no_model_and_can_be_run_again(entry, moment, make_models, tmp_path):
     models = make_models()
     job = Job(entry, models, tmp_path)
 
@@ -278,9 +276,7 @@ def finished(job: Job, old: dict[str, bytes]) -> bool:
 
 
 @pytest.mark.parametrize("first", [(), ("--out-shard-size", "4K")], ids=["one", "many"])
-@pytest.mark.parametrize(
-    "second", [(), ("--out-shard-size", "4K")], ids=["one", "many"]
-)
+@pytest.mark.parametrize("second", [(), ("--out-shard-size", "4K")], ids=["one", "many"])
 @pytest.mark.parametrize("serialization", [(), ("--no-safe-serialization",)], ids=["safe", "pickle"])  # fmt: skip
 def test_model_over_another_leaves_none_of_its_weights(
     first, second, serialization, make_models, tmp_path
@@ -337,9 +333,7 @@ def in_little_space(job: Job, limit: int, *options: str) -> tuple[int, str]:
     [(), ("--async-write",), ("--no-safe-serialization",), ("--out-shard-size", "8K")],
     ids=" ".join,
 )
-def test_full_disk_is_an_error_that_names_the_file(
-    entry, options, make_models, tmp_path
-):
+def test_full_disk_is_an_error_that_names_the_file(entry, options, make_models, tmp_path):
     models = make_models()
     job = Job(entry, models, tmp_path)
     code, output = in_little_space(job, 6000, *options)
@@ -357,9 +351,7 @@ def test_full_disk_is_an_error_that_names_the_file(
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 @pytest.mark.parametrize("what", ["report", "config"])
-def test_disk_full_at_the_end_is_an_error_too(
-    what, number, make_models, tmp_path, monkeypatch
-):
+def test_disk_full_at_the_end_is_an_error_too(what, number, make_models, tmp_path, monkeypatch):
     job = Job("yaml", make_models(), tmp_path)
     owner, name = {
         "report": (Report, "write"),
@@ -408,9 +400,7 @@ def test_interrupted_merge_leaves_nothing(make_models, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("damage", ["removed", "truncated"])
 @pytest.mark.parametrize("entry", ["yaml", "pytorch"])
-def test_file_damaged_while_merging_is_named(
-    entry, damage, make_models, tmp_path, monkeypatch
-):
+def test_file_damaged_while_merging_is_named(entry, damage, make_models, tmp_path, monkeypatch):
     models = make_models(shards=1 if entry == "pytorch" else 3)
     own = save_models(tmp_path / "own", models.config, models.base, models.agents, shards=3)  # fmt: skip
     job = Job(entry, own, tmp_path)
@@ -469,9 +459,7 @@ NAN, INF = math.nan, math.inf
 @pytest.mark.parametrize("place", [-1, 0, 2], ids=["base", "first", "last"])
 @pytest.mark.parametrize("values", [[NAN], [INF, -INF], [-INF, NAN, INF]], ids=str)
 @pytest.mark.parametrize("method", METHODS)
-def test_weights_that_are_not_finite_stop_the_merge(
-    method, values, place, make_models, tmp_path
-):
+def test_weights_that_are_not_finite_stop_the_merge(method, values, place, make_models, tmp_path):
     models = poisoned(make_models(), tmp_path, {place: values})
     message = refusal(models.recipe(method), tmp_path)
     model = models.base_path if place == -1 else models.agent_paths[place]
@@ -490,9 +478,7 @@ def test_every_model_that_is_not_finite_is_named(method, make_models, tmp_path):
 
 @pytest.mark.parametrize("shared", ["mean", "ties", "drop"])
 @pytest.mark.parametrize("method", METHODS)
-def test_not_finite_is_seen_whatever_becomes_of_it(
-    shared, method, make_models, tmp_path
-):
+def test_not_finite_is_seen_whatever_becomes_of_it(shared, method, make_models, tmp_path):
     models = poisoned(make_models(), tmp_path, {1: [NAN]})
     parameters = {"shared": shared, "keep_unique": False, "density": 0.5}
     assert UP in refusal(models.recipe(method, parameters=parameters), tmp_path)
@@ -523,9 +509,7 @@ def test_overflow_of_a_narrower_dtype_is_told(make_models, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_not_finite_weights_pass_where_the_recipe_says_so(
-    method, make_models, tmp_path
-):
+def test_not_finite_weights_pass_where_the_recipe_says_so(method, make_models, tmp_path):
     healthy = make_models()
     models = poisoned(healthy, tmp_path, {1: [NAN, INF, -INF]})
     output = merge(models.recipe(method, parameters={"non_finite": "ignore"}), tmp_path)

@@ -17,7 +17,7 @@ from mergekit.scripts import merge_raw_pytorch, run_yaml
 from safetensors.torch import save_file
 
 from mergekit_ram import cli
-from mergekit_ram.checkpoint import Checkpoint
+from mergekit_ram.host.checkpoint import Checkpoint
 
 F8 = torch.float8_e4m3fn
 
@@ -115,9 +115,7 @@ def test_links_of_the_hubs_cache_to_its_blobs_are_files(models, tmp_path):
 
 def safetensors_file(header, data=b"\0" * 8, length=None) -> bytes:
     content = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return (
-        struct.pack("<Q", len(content) if length is None else length) + content + data
-    )
+    return struct.pack("<Q", len(content) if length is None else length) + content + data
 
 
 def tensor(shape, start, end, dtype="F32"):
@@ -131,13 +129,9 @@ HEADERS = {
     "negative offset": safetensors_file({"a": tensor([2], -8, 0)}),
     "offset beyond the file": safetensors_file({"a": tensor([200], 0, 800)}),
     "huge offset": safetensors_file({"a": tensor([2], 1 << 70, (1 << 70) + 8)}),
-    "overlapping spans": safetensors_file(
-        {"a": tensor([2], 0, 8), "b": tensor([1], 4, 8)}
-    ),
+    "overlapping spans": safetensors_file({"a": tensor([2], 0, 8), "b": tensor([1], 4, 8)}),
     "size of 2 to the 63": safetensors_file({"a": tensor([1 << 63], 0, 8)}),
-    "product over 2 to the 64": safetensors_file(
-        {"a": tensor([1 << 40, 1 << 40], 0, 8)}
-    ),
+    "product over 2 to the 64": safetensors_file({"a": tensor([1 << 40, 1 << 40], 0, 8)}),
     "zero times 2 to the 63": safetensors_file({"a": tensor([0, 1 << 63], 0, 0)}, b""),
     "no JSON": safetensors_file(b"{" * 100),
     "a list": safetensors_file([1, 2]),
@@ -160,9 +154,7 @@ def test_header_of_200_megabytes_is_refused_without_reading_it(models, tmp_path)
     assert str(file) in refused(tmp_path)
 
 
-def test_index_of_more_than_200_megabytes_is_refused_without_reading_it(
-    models, tmp_path
-):
+def test_index_of_more_than_200_megabytes_is_refused_without_reading_it(models, tmp_path):
     index = models[1] / "model.safetensors.index.json"
     with open(index, "wb") as sparse:
         sparse.truncate(300_000_000)
@@ -194,9 +186,7 @@ def test_quantized_files_are_recognized_in_every_format(kind, suffix, tmp_path):
 
 @pytest.mark.parametrize("pickled", [False, True])
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_quantized_shards_are_recognized_wherever_the_scale_lies(
-    kind, pickled, tmp_path
-):
+def test_quantized_shards_are_recognized_wherever_the_scale_lies(kind, pickled, tmp_path):
     stem, suffix = ("pytorch_model", "bin") if pickled else ("model", "safetensors")
     places = {}
     for i, weights in enumerate(QUANTIZED[kind]):
@@ -214,12 +204,8 @@ def test_quantized_shards_are_recognized_wherever_the_scale_lies(
 def test_float8_files_are_refused_by_mergekit_pytorch(suffix, tmp_path):
     files = [tmp_path / f"{i}.{suffix}" for i in range(3)]
     for i, file in enumerate(files):
-        weights = {
-            "a.weight": (torch.ones(4, 4) * i).to(F8 if i == 1 else torch.bfloat16)
-        }
-        save_file(weights, file) if suffix == "safetensors" else torch.save(
-            weights, file
-        )
+        weights = {"a.weight": (torch.ones(4, 4) * i).to(F8 if i == 1 else torch.bfloat16)}
+        save_file(weights, file) if suffix == "safetensors" else torch.save(weights, file)
     write_recipe(tmp_path / "recipe.yml", *files)
     arguments = [str(tmp_path / "recipe.yml"), str(tmp_path / "merged")]
     result = CliRunner().invoke(merge_raw_pytorch.main, arguments)
@@ -230,14 +216,10 @@ def test_float8_files_are_refused_by_mergekit_pytorch(suffix, tmp_path):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_leftover_quantization_config_is_warned_of_and_left_out(
-    which, models, tmp_path, caplog
-):
+def test_leftover_quantization_config_is_warned_of_and_left_out(which, models, tmp_path, caplog):
     file = models[which] / "config.json"
     settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"quantization_config": settings})
-    )
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))
     caplog.set_level(logging.WARNING)
     result = merged(tmp_path)
     assert result.exit_code == 0, result.output
@@ -321,9 +303,7 @@ def test_nested_pickles_are_refused_with_what_to_do(key, models, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_plain_floats_are_not_taken_for_quantized(dtype, suffix, tmp_path):
     weights = {"l.weight": torch.ones(4, 4, dtype=dtype)}
     file = tmp_path / f"model.{suffix}"

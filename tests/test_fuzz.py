@@ -37,7 +37,7 @@ from test_recipes import (
 )
 
 from mergekit_ram.cli import main as mergekit_ram
-from mergekit_ram.report import Report
+from mergekit_ram.report.record import Report
 
 DTYPES = {"float16": F16, "bfloat16": BF16, "float32": F32, "float64": F64}
 SIZES = {
@@ -347,9 +347,7 @@ def save(directory, config, base, agents, raw, shards, pickled, copied) -> Model
     suffix = ".bin" if pickled else ".safetensors"
     (directory / "m").mkdir()
     base_path, *paths = [
-        checkpoints.save_state_dict(
-            directory / "m" / f"{name}{suffix}", {**weights, **copied}
-        )
+        checkpoints.save_state_dict(directory / "m" / f"{name}{suffix}", {**weights, **copied})
         for name, weights in [("base", base), *enumerate(agents)]
     ]
     return Models(config, base, agents, base_path, paths)

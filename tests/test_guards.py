@@ -24,10 +24,7 @@ from mergekit_ram import (
     OverlapCounts,
     Rule,
     cli,
-    compiled,
     count,
-    kernel,
-    magnitude,
     merge,
     merge_and_count,
     overlap_ratio,
@@ -38,7 +35,9 @@ from mergekit_ram.errors import (
     OutputOverflowError,
     OverflowedWeightsError,
 )
-from mergekit_ram.report import MergeRecord
+from mergekit_ram.method import compiled, magnitude
+from mergekit_ram.method import stream as kernel
+from mergekit_ram.report.record import MergeRecord
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 INFINITY = math.inf
@@ -73,9 +72,7 @@ def random_tensors(agents, elements, dtype, seed=0):
 @pytest.mark.parametrize("compiling", [False, True])
 @pytest.mark.parametrize("special", [NAN, -NAN, INFINITY, -INFINITY])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_not_finite_is_counted_as_it_is_merged(
-    way, special, compiling, monkeypatch
-):
+def test_what_is_not_finite_is_counted_as_it_is_merged(way, special, compiling, monkeypatch):
     if compiling:
         compiled.enabled.cache_clear()
         monkeypatch.setenv("MERGEKIT_RAM_COMPILE", "1")
@@ -145,9 +142,7 @@ def test_counts_are_those_of_plain_arithmetic_for_any_number_of_agents(
     assert counts.unique == tuple((changed & (changers == 1)).sum(1).tolist())
     assert np.array_equal(counts.pairwise, changed.int() @ changed.int().T)
     opposed = (delta * changed).sign()
-    assert counts.sign_conflicts == int(
-        ((opposed == 1).any(0) & (opposed == -1).any(0)).sum()
-    )
+    assert counts.sign_conflicts == int(((opposed == 1).any(0) & (opposed == -1).any(0)).sum())
     mean = base.double() + (delta * changed).sum(0) / changers.clamp(min=1)
     assert torch.allclose(merged.double(), mean, rtol=2**-8, atol=1e-6)
 
@@ -194,16 +189,12 @@ def test_an_input_that_is_not_finite_is_no_overflow():
     tensors[0, 3] = INFINITY
     with pytest.raises(NonFiniteError):
         merge(base, agents_of(tensors))
-    found = kernel.merge_in_full(
-        base, agents_of(tensors), Rule(finite=False), counting=False
-    )
+    found = kernel.merge_in_full(base, agents_of(tensors), Rule(finite=False), counting=False)
     assert found.overflowed == 0
     assert int((~found.tensor.isfinite()).sum()) == 1
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.int8, torch.int64, torch.bool, torch.complex64]
-)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64])
 def test_weights_that_are_not_floats_are_refused(dtype):
     tensor = torch.zeros(4).to(dtype)
     with pytest.raises(ValueError, match=str(dtype)):
@@ -312,9 +303,7 @@ def test_merges_name_the_argument_and_the_value_they_refuse(argument, value):
         (OverlapCounts, "pairwise_conflicts", ((1, -1), (0, 1))),
     ],
 )
-def test_functions_of_counts_name_the_argument_and_the_value_they_refuse(
-    function, argument, value
-):
+def test_functions_of_counts_name_the_argument_and_the_value_they_refuse(function, argument, value):
     arguments = {
         overlap_ratio: {"shared": 1, "unique": 1, "alpha": 0.2},
         rescaling_factor: {"rho": 1.0, "r": 0.1, "alpha": 0.2},
@@ -356,9 +345,7 @@ def test_what_is_not_finite_counts_as_changed_at_every_epsilon(special):
 
 
 def test_torch_is_not_asked_for_its_compiler_before_the_user_is():
-    program = (
-        "import sys, mergekit_ram.kernel; assert 'torch._dynamo' not in sys.modules"
-    )
+    program = "import sys, mergekit_ram.method.stream; assert 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
@@ -460,8 +447,7 @@ def test_state_dicts_that_overflow_are_refused_or_warned_of_once(method, caplog)
 
 def test_a_record_that_nobody_reports_tells_of_the_first_overflow(caplog):
     silent, unread = (
-        MergeRecord(method="ram", base_model=None, recipe={}, agents=[])
-        for _ in range(2)
+        MergeRecord(method="ram", base_model=None, recipe={}, agents=[]) for _ in range(2)
     )
     silent.reported = True
     for record in (silent, unread):
@@ -506,8 +492,7 @@ def test_forty_agents_merge_and_are_reported(method, tmp_path):
     base, *agents = weights
     for agent, found in zip(agents, report["agents"], strict=True):
         changed = sum(
-            int(((agent[n].double() - base[n].double()).abs() > 1e-5).sum())
-            for n in base
+            int(((agent[n].double() - base[n].double()).abs() > 1e-5).sum()) for n in base
         )
         assert found["changed"] == changed
         assert sum(found["overlap_histogram"]) == changed

@@ -26,7 +26,8 @@ from click.testing import CliRunner
 from mergekit.io.tasks import LoaderCache
 from mergekit.scripts import run_yaml
 
-from mergekit_ram import cli, errors, garbage
+from mergekit_ram import cli, errors
+from mergekit_ram.host import garbage
 
 
 @pytest.fixture(autouse=True)
@@ -152,9 +153,7 @@ def test_merges_are_ours_whatever_was_imported_first(order, paths, tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "merged" / "ram_report.json").exists()
-    assert result.stdout.count("the other plugin") == (
-        "plugin" in order.split("ours")[0]
-    )
+    assert result.stdout.count("the other plugin") == ("plugin" in order.split("ours")[0])
 
 
 def test_reloaded_module_is_extended_again():
@@ -196,9 +195,7 @@ def test_garbage_collector_is_as_it_was_after_a_merge(outcome, paths, tmp_path):
         ("", False),
     ],
 )
-def test_only_a_command_that_ends_with_the_merge_spares_its_imports(
-    command, frozen, monkeypatch
-):
+def test_only_a_command_that_ends_with_the_merge_spares_its_imports(command, frozen, monkeypatch):
     monkeypatch.setattr(sys, "argv", [command])
     before = gc.get_freeze_count()
     assert before == 0
@@ -242,9 +239,7 @@ def assert_same_on_ray(recipe, directory, *options):
 
 def test_files_of_weights_merge_on_ray(cluster, paths, tmp_path):
     files = [
-        checkpoints.save_state_dict(
-            tmp_path / f"{i}.safetensors", checkpoints.read(path)
-        )
+        checkpoints.save_state_dict(tmp_path / f"{i}.safetensors", checkpoints.read(path))
         for i, path in enumerate(paths)
     ]
     assert_same_on_ray(write_recipe(tmp_path, *files), tmp_path)
@@ -274,24 +269,16 @@ def test_models_of_the_hub_merge_on_ray(cluster, paths, tmp_path, monkeypatch):
             link = repository / "snapshots" / "abc" / file.name
             link.symlink_to(f"../../blobs/{file.name}")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(
-        huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub")
-    )
-    monkeypatch.setattr(
-        transformers.utils.hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub")
-    )
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(transformers.utils.hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     # mergekit asks the Hub for a repository's files even where all of them are in the cache.
-    monkeypatch.setattr(
-        huggingface_hub, "list_repo_files", lambda *_, **__: ["model.safetensors"]
-    )
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *_, **__: ["model.safetensors"])
     cache = ["--transformers-cache", str(tmp_path / "hub")]
     recipe = write_recipe(tmp_path, *(f"me/model{i}" for i in range(3)))
     assert_same_on_ray(recipe, tmp_path, *cache)
 
 
-def test_agent_with_an_adapter_merges_on_ray_and_warns_once(
-    cluster, paths, tmp_path, caplog
-):
+def test_agent_with_an_adapter_merges_on_ray_and_warns_once(cluster, paths, tmp_path, caplog):
     model = transformers.AutoModelForCausalLM.from_pretrained(paths[0])
     settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     peft.get_peft_model(model, settings).save_pretrained(tmp_path / "adapter")

@@ -33,8 +33,10 @@ from test_recipes import (
     write_recipe,
 )
 
-from mergekit_ram import cli, kernel, magnitude
-from mergekit_ram.findings import Inspection, percent, power, short_names
+from mergekit_ram import cli
+from mergekit_ram.method import magnitude
+from mergekit_ram.method import stream as kernel
+from mergekit_ram.report.findings import Inspection, percent, power, short_names
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
@@ -70,9 +72,7 @@ def inspect(recipe: Mapping, directory, *options: str) -> Inspection:
     return Inspection.model_validate_json(path.read_text())
 
 
-def expect(
-    base: Weights, agents: Sequence[Weights], epsilon=lambda name: 1e-5
-) -> oracle.Overlap:
+def expect(base: Weights, agents: Sequence[Weights], epsilon=lambda name: 1e-5) -> oracle.Overlap:
     """Counts over all tensors. An agent without a tensor left it as it is."""
     counts = [
         oracle.overlap(
@@ -112,9 +112,7 @@ def check_counts(found: Inspection, expected: oracle.Overlap) -> None:
         ("linear", {"weight": 1.0}),
     ],
 )
-def test_recipe_of_any_method_is_counted_as_the_oracle_counts(
-    method, parameters, models, tmp_path
-):
+def test_recipe_of_any_method_is_counted_as_the_oracle_counts(method, parameters, models, tmp_path):
     found = inspect(models.recipe(method, parameters=parameters), tmp_path)
     expected = expect(models.base, models.agents)
     check_counts(found, expected)
@@ -175,8 +173,7 @@ def test_sweep_and_histogram_equal_the_oracle_at_every_threshold(models, tmp_pat
         )
         # Bins are open below and closed above.
         expected = [
-            int(((low < sizes) & (sizes <= high)).sum())
-            for low, high in zip(bounds, bounds[1:])
+            int(((low < sizes) & (sizes <= high)).sum()) for low, high in zip(bounds, bounds[1:])
         ]
         assert counts == expected
 
@@ -213,7 +210,7 @@ def test_magnitudes_are_strict_at_every_boundary(agents, exponents, seed, dtype,
 
     tensors = [agent() for _ in range(agents)]
     base = torch.zeros(edges.shape, dtype=dtype)
-    found = magnitude.measure(
+    found = magnitude.magnitudes(
         base,
         [kernel.Agent(tensor) for tensor in tensors],
         kernel.Rule(),
@@ -234,7 +231,7 @@ def test_sample_of_a_large_tensor_is_spread_evenly_and_scaled_up():
     base = torch.zeros(1 << 18)
     agent = base.clone()
     agent[: 1 << 17] = 0.01
-    found = magnitude.measure(base, [kernel.Agent(agent)], kernel.Rule(), every=8)
+    found = magnitude.magnitudes(base, [kernel.Agent(agent)], kernel.Rule(), every=8)
     assert found.sampled == found.total / 8
     at = magnitude.EDGES.index(1e-3) + 1
     assert found.changed[0, at].item() == pytest.approx(1 << 17, rel=0.01)
@@ -359,18 +356,14 @@ def test_weights_without_normalization_count_as_they_merge(models, tmp_path):
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
 @pytest.mark.parametrize("method", ["ramplus", "ties"])
-def test_state_dicts_of_mergekit_pytorch_are_inspected(
-    suffix, method, models, tmp_path
-):
+def test_state_dicts_of_mergekit_pytorch_are_inspected(suffix, method, models, tmp_path):
     base, agents = state_dicts(models)
     parameters = {"weight": 1.0} if method == "ties" else {}
     recipe = raw_recipe(tmp_path, base, agents, method, suffix, **parameters)
     check_counts(inspect(recipe, tmp_path), expect(floating(base), agents))
 
 
-def test_tensor_union_and_intersection_are_taken_as_mergekit_pytorch_takes_them(
-    models, tmp_path
-):
+def test_tensor_union_and_intersection_are_taken_as_mergekit_pytorch_takes_them(models, tmp_path):
     base, agents = floating(models.base), [dict(agent) for agent in models.agents]
     del agents[0]["model.norm.weight"]
     recipe = raw_recipe(tmp_path, base, agents, "ram")
@@ -442,9 +435,7 @@ def test_verdict_names_the_agents_that_collide_and_no_others(models, tmp_path):
     first = checkpoints.change(models.base, 1, fraction=0.2, names="mlp")
     twin = {n: t + (t - models.base[n]) for n, t in first.items()}
     apart = checkpoints.change(models.base, 2, fraction=0.2, names="self_attn")
-    made = save_models(
-        tmp_path / "made", models.config, models.base, [first, apart, twin]
-    )
+    made = save_models(tmp_path / "made", models.config, models.base, [first, apart, twin])
     text = words(run("inspect", made.recipe("ram"), tmp_path).output)
     assert text.count("collide") == 1
     assert "agent0 and agent2 collide" in text
@@ -452,10 +443,7 @@ def test_verdict_names_the_agents_that_collide_and_no_others(models, tmp_path):
 
 
 def test_verdict_says_where_epsilon_matters(models, tmp_path):
-    small = {
-        n: t + 2e-5 * (torch.rand(t.shape) < 0.3) * (t == 0)
-        for n, t in models.base.items()
-    }
+    small = {n: t + 2e-5 * (torch.rand(t.shape) < 0.3) * (t == 0) for n, t in models.base.items()}
     made = save_models(tmp_path / "made", models.config, models.base, [small])
     text = words(run("inspect", made.recipe("ram"), tmp_path).output)
     assert "at 1e-4 instead of 1e-5 100% of the updates would no longer count" in text
@@ -501,9 +489,7 @@ def test_plots_are_drawn(models, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["inspect", "compare"])
-def test_plots_without_matplotlib_say_how_to_get_it(
-    command, models, tmp_path, monkeypatch
-):
+def test_plots_without_matplotlib_say_how_to_get_it(command, models, tmp_path, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,

@@ -12,7 +12,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mergekit_ram.kernel import (
+from mergekit_ram.method.overlap import OverlapCounts
+from mergekit_ram.method.stream import (
     Agent,
     NonFiniteError,
     Rule,
@@ -20,7 +21,6 @@ from mergekit_ram.kernel import (
     merge,
     merge_and_count,
 )
-from mergekit_ram.overlap import OverlapCounts
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = (BF16, F16, F32, F64)
@@ -78,9 +78,7 @@ class Case:
         """Whether some task vector lies within float32 rounding of epsilon."""
         base, *agents = map(as_array, self.tensors)
         weight = [agent.weight for agent in self.agents]
-        tau, _ = oracle.task_vectors(
-            base, agents, weight=weight, normalize=self.rule.normalize
-        )
+        tau, _ = oracle.task_vectors(base, agents, weight=weight, normalize=self.rule.normalize)
         distance = np.abs(np.abs(tau) - self.rule.epsilon)
         return bool(np.any(distance < 2.0**-21 * np.abs(tau)))
 
@@ -115,9 +113,7 @@ def rounding_range(
     return low, oracle.rounded(expected.value + slack, name(out))
 
 
-def assert_merged(
-    result: torch.Tensor, case: Case, out: torch.dtype | None = None
-) -> None:
+def assert_merged(result: torch.Tensor, case: Case, out: torch.dtype | None = None) -> None:
     out = out or case.promoted()
     assert result.dtype == out
     assert result.shape == case.base.shape
@@ -213,14 +209,10 @@ def cases(draw, dtypes=DTYPES) -> Case:
     source = draw(st.sampled_from(list(SOURCES)))
     values = {key: st.sampled_from(given) for key, given in SOURCES[source].items()}
     n = draw(st.integers(1, 8))
-    longest, dimensions = draw(
-        st.sampled_from(((1, 0), (90, 1), (9, 2), (5, 3), (4, 4)))
-    )
+    longest, dimensions = draw(st.sampled_from(((1, 0), (90, 1), (9, 2), (5, 3), (4, 4))))
     sizes = st.lists(st.integers(0, longest), min_size=dimensions, max_size=dimensions)
     shape = tuple(draw(sizes))
-    sparsities = draw(
-        st.lists(st.sampled_from((0.0, 0.2, 0.7, 0.95, 1.0)), min_size=n, max_size=n)
-    )
+    sparsities = draw(st.lists(st.sampled_from((0.0, 0.2, 0.7, 0.95, 1.0)), min_size=n, max_size=n))
     dtype = st.sampled_from(dtypes)
     one_dtype = draw(st.one_of(st.none(), dtype))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
@@ -465,8 +457,7 @@ def test_elements_changed_only_by_agents_of_no_weight(shared):
 def test_weights_of_both_signs(dtype, shared, normalize):
     rng = np.random.default_rng(0)
     base, *tensors = (
-        torch.tensor(array).to(dtype)
-        for array in grid_tensors(rng, (40, 10), [0.5, 0.5, 0.8])
+        torch.tensor(array).to(dtype) for array in grid_tensors(rng, (40, 10), [0.5, 0.5, 0.8])
     )
     weights = (-0.25, -0.5, 8.0)
     agents = [Agent(tensor, weight) for tensor, weight in zip(tensors, weights)]
@@ -525,10 +516,7 @@ def test_one_float64_agent_is_enough_for_float64():
 
 def test_result_carries_no_graph():
     case = realistic((8, 8))
-    agents = [
-        replace(agent, tensor=agent.tensor.clone().requires_grad_())
-        for agent in case.agents
-    ]
+    agents = [replace(agent, tensor=agent.tensor.clone().requires_grad_()) for agent in case.agents]
     base = case.base.clone().requires_grad_()
     for block in (None, 3):
         merged, counts = merge_and_count(base, agents, block_elements=block)
@@ -645,7 +633,7 @@ def test_no_agents_leave_the_base_and_count_its_elements():
 
 PEAK_MEMORY = """
 import torch
-from mergekit_ram.kernel import Agent, Rule, merge_and_count
+from mergekit_ram.method.stream import Agent, Rule, merge_and_count
 
 torch.set_num_threads(1)
 

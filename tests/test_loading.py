@@ -9,11 +9,9 @@ import torch
 from mergekit.io.lazy_tensor_loader import ShardedTensorIndex
 from safetensors.torch import save_file
 
-from mergekit_ram import loading
+from mergekit_ram.host import loading
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(os, "posix_fadvise"), reason="needs posix_fadvise"
-)
+pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs posix_fadvise")
 
 SIZE = 300_000  # bytes of a tensor, no multiple of an advice
 

@@ -18,8 +18,11 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from mergekit.scripts import run_yaml
 
-from mergekit_ram import cli, cluster, output, shards
+from mergekit_ram import cli
+from mergekit_ram.cluster import driver as cluster
+from mergekit_ram.cluster import shards
 from mergekit_ram.errors import MergeError, WriteError
+from mergekit_ram.host import output
 
 OLD = {
     "config.json": "old",
@@ -128,9 +131,7 @@ def test_every_move_is_covered(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.ENOSPC, errno.EACCES])
-def test_finished_model_stays_where_a_new_directory_cannot_be_made(
-    number, tmp_path, monkeypatch
-):
+def test_finished_model_stays_where_a_new_directory_cannot_be_made(number, tmp_path, monkeypatch):
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         fail_at(patch, "replace", 1, number)
@@ -173,9 +174,7 @@ def test_next_merge_takes_back_the_moves_of_a_killed_one(call, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("call", range(2, 10))
-def test_message_says_what_stands_where_no_move_can_be_taken_back(
-    call, tmp_path, monkeypatch
-):
+def test_message_says_what_stands_where_no_move_can_be_taken_back(call, tmp_path, monkeypatch):
     out = tmp_path / "out"
     write(out, OLD)
     with monkeypatch.context() as patch:
@@ -351,9 +350,7 @@ def test_place_that_cannot_be_the_output_is_refused_while_planning(
 @pytest.mark.parametrize("exists", [False, True])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
 @pytest.mark.parametrize("name", ["mkdir", "open"])
-def test_place_that_takes_no_files_is_named(
-    name, number, exists, tmp_path, monkeypatch
-):
+def test_place_that_takes_no_files_is_named(name, number, exists, tmp_path, monkeypatch):
     out = tmp_path / "out"
     if exists:
         write(out, OLD)

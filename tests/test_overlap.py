@@ -7,23 +7,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergekit_ram.overlap import (
+from mergekit_ram.method.overlap import (
     OverlapCounts,
     overlap_ratio,
     rescaling_factor,
     rescaling_factors,
     total_counts,
 )
-from mergekit_ram.tally import Tally
+from mergekit_ram.method.tally import Tally
 
 
 def examples(number: int) -> settings:
     return settings(max_examples=number, derandomize=True, deadline=None, database=None)
 
 
-def directions(
-    rng: np.random.Generator, agents: int, elements: int, active: float
-) -> np.ndarray:
+def directions(rng: np.random.Generator, agents: int, elements: int, active: float) -> np.ndarray:
     """How every agent moves every element, −1, 0 or 1: ``[agents, elements]``."""
     signs = rng.choice([-1.0, 1.0], (agents, elements))
     return signs * (rng.random((agents, elements)) < active)
@@ -208,9 +206,7 @@ def test_agent_with_only_shared_changes_is_rescaled_in_full():
 )
 def test_rescaling_of_a_model_is_by_its_summed_counts(model, r, alpha, kind):
     counts = total_counts([tally(signs) for signs in model], 3)
-    reference = oracle.model_overlap(
-        [(np.zeros(signs.shape[1]), list(signs)) for signs in model]
-    )
+    reference = oracle.model_overlap([(np.zeros(signs.shape[1]), list(signs)) for signs in model])
     assert_counts(counts, reference)
     factors = rescaling_factors(counts, r=r, alpha=alpha, kind=kind)
     assert factors == pytest.approx(

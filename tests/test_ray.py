@@ -20,9 +20,10 @@ from click.testing import CliRunner
 from mergekit.options import MergeOptions
 from test_recipes import Models, bits, save_models, write_recipe
 
-from mergekit_ram import cli, shards
+from mergekit_ram import cli
+from mergekit_ram.cluster import shards
 from mergekit_ram.errors import MergeError
-from mergekit_ram.report import versions
+from mergekit_ram.report.record import versions
 
 ray = pytest.importorskip(
     "ray", reason="needs Ray: pip install 'mergekit-ram[ray]'", exc_type=ImportError
@@ -89,9 +90,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_cluster_gives_the_bits_and_the_report_of_a_local_merge(
-    cluster, models, tmp_path, name
-):
+def test_a_cluster_gives_the_bits_and_the_report_of_a_local_merge(cluster, models, tmp_path, name):
     recipe = models.recipe(name.split(",")[0], **RECIPES[name])
     local = merge(recipe, tmp_path, tmp_path / "local" / "model")
     remote = merge(recipe, tmp_path, tmp_path / "remote" / "model", "--ray")
@@ -161,7 +160,7 @@ def test_what_a_killed_worker_was_doing_is_done_again(
         import os
         import signal
 
-        from mergekit_ram import shards
+        from mergekit_ram.cluster import shards
 
         def kill(*_):
             marker.touch()
@@ -200,7 +199,8 @@ def test_workers_that_keep_dying_end_the_merge(cluster, models, tmp_path, monkey
 DRIVER = """
     import sys, time
     from pathlib import Path
-    from mergekit_ram import cli, shards
+    from mergekit_ram import cli
+    from mergekit_ram.cluster import shards
 
     write_part = shards.write_part
 
@@ -218,9 +218,7 @@ DRIVER = """
 """
 
 
-def test_a_rerun_after_a_killed_driver_takes_over_sound_shards(
-    cluster, models, tmp_path
-):
+def test_a_rerun_after_a_killed_driver_takes_over_sound_shards(cluster, models, tmp_path):
     out = tmp_path / "remote"
     recipe = write_recipe(models.recipe("ramplus", parameters=STRONG), tmp_path)
     driver = tmp_path / "driver.py"
@@ -268,7 +266,7 @@ def test_parts_of_other_inputs_or_parameters_are_not_taken_over(
     out = tmp_path / "remote"
     write_recipe(models.recipe("ram"), tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("mergekit_ram.shards.hand_over", refuse)
+        patch.setattr("mergekit_ram.cluster.shards.hand_over", refuse)
         stopped = run(tmp_path, out, "--ray")
     assert stopped.exit_code == 1 and "stopped" in stopped.output
     assert not out.exists()
@@ -299,9 +297,7 @@ def test_what_a_worker_refuses_is_said_without_a_traceback(cluster, models, tmp_
 
 
 def test_other_methods_and_a_missing_ray_are_refused(models, tmp_path, monkeypatch):
-    write_recipe(
-        models.recipe("task_arithmetic", agents=[{"weight": 1.0}] * 3), tmp_path
-    )
+    write_recipe(models.recipe("task_arithmetic", agents=[{"weight": 1.0}] * 3), tmp_path)
     result = run(tmp_path, tmp_path / "remote", "--ray")
     assert result.exit_code == 1
     assert "ramplus" in result.output

@@ -98,9 +98,7 @@ def refused_everywhere(directory, recipe) -> list[str]:
 def assert_merged(output, models, epsilon=1e-5):
     base, *agents = models
     for name, tensor in base.items():
-        deltas = torch.stack(
-            [agent[name].double() - tensor.double() for agent in agents]
-        )
+        deltas = torch.stack([agent[name].double() - tensor.double() for agent in agents])
         changed = deltas.abs() > epsilon
         mean = (deltas * changed).sum(0) / changed.sum(0).clamp(min=1)
         assert torch.allclose(output[name].double(), tensor.double() + mean, atol=1e-6)
@@ -147,9 +145,7 @@ def test_path_with_a_plus_is_told_how_to_be_written_and_then_merges(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["FSDPQwen2ForCausalLM", "DeepSpeedQwen2ForCausalLM"])
-def test_wrapper_left_before_an_architecture_is_warned_of_and_left_out(
-    name, tmp_path, caplog
-):
+def test_wrapper_left_before_an_architecture_is_warned_of_and_left_out(name, tmp_path, caplog):
     models, paths = save_models(
         tmp_path, configure=lambda config: config.update(architectures=[name])
     )
@@ -223,9 +219,7 @@ def warnings_of(tmp_path, caplog, method, **parameters):
 def test_parameter_that_the_method_does_not_take_is_warned_of_once(
     method, word, meant, tmp_path, caplog
 ):
-    told = [
-        w for w in warnings_of(tmp_path, caplog, method, **{word: 0.5}) if word in w
-    ]
+    told = [w for w in warnings_of(tmp_path, caplog, method, **{word: 0.5}) if word in w]
     assert len(told) == 1
     assert meant in told[0]
 
@@ -328,9 +322,7 @@ def test_multimodal_model_is_refused_in_a_line(tmp_path):
     torch.manual_seed(0)
     weights = transformers.Gemma3ForConditionalGeneration(config).state_dict()
     weights = {name: tensor.clone() for name, tensor in weights.items()}
-    paths = [
-        checkpoints.save(tmp_path / f"model{i}", config, weights) for i in range(3)
-    ]
+    paths = [checkpoints.save(tmp_path / f"model{i}", config, weights) for i in range(3)]
     file = write(tmp_path, recipe_of(*paths))
     checked = run(cli.main, "check", file)
     merged = run(run_yaml.main, file, tmp_path / "merged")

@@ -139,11 +139,7 @@ def expect(
 
 
 def selection(parameters: Mapping) -> dict:
-    return {
-        key: parameters[key]
-        for key in ("epsilon", "weight", "normalize")
-        if key in parameters
-    }
+    return {key: parameters[key] for key in ("epsilon", "weight", "normalize") if key in parameters}
 
 
 def sum_counts(counts: Mapping[str, oracle.Overlap]) -> oracle.Overlap:
@@ -261,13 +257,9 @@ def make_models(tmp_path_factory) -> Callable[..., Models]:
     return make
 
 
-def save_models(
-    directory: Path, config, base: Weights, agents, shards=1, pickle=False
-) -> Models:
+def save_models(directory: Path, config, base: Weights, agents, shards=1, pickle=False) -> Models:
     def write(name, weights):
-        return checkpoints.save(
-            directory / name, config, weights, shards=shards, pickle=pickle
-        )
+        return checkpoints.save(directory / name, config, weights, shards=shards, pickle=pickle)
 
     paths = [write(f"agent{i}", agent) for i, agent in enumerate(agents)]
     return Models(config, base, list(agents), write("base", base), paths)
@@ -329,9 +321,7 @@ def merge(recipe: Mapping | str, directory: Path, *options: str) -> Weights:
 def refusal(recipe: Mapping | str, directory: Path, *options: str) -> str:
     """Run ``mergekit-yaml`` on a recipe that it must refuse; its message."""
     out = directory / "merged"
-    message = invoke_refused(
-        run_yaml.main, write_recipe(recipe, directory), out, *options
-    )
+    message = invoke_refused(run_yaml.main, write_recipe(recipe, directory), out, *options)
     assert not out.exists()
     assert [p.name for p in directory.iterdir() if "partial" in p.name] == []
     return message
@@ -500,9 +490,7 @@ def example(tmp_path_factory) -> tuple[Path, Weights, list[Weights]]:
     directory = tmp_path_factory.mktemp("examples")
     command = ROOT / "example_yamls" / "make_agents.py"
     run_command(sys.executable, command, "agents", cwd=directory)
-    base, *agents = [
-        checkpoints.read(directory / "agents" / name) for name in ("base", *NAMES)
-    ]
+    base, *agents = [checkpoints.read(directory / "agents" / name) for name in ("base", *NAMES)]
     return directory, base, agents
 
 
@@ -541,8 +529,7 @@ def test_example_recipe_gives_what_it_says(file, example, tmp_path, monkeypatch)
 def check_like_the_authors(authors, output: Weights, base: Weights, agents) -> None:
     """Equal to the authors' formulas, rounded to bfloat16, wherever float32 decides as float64 does."""
     arrays = [
-        {name: array(tensor) for name, tensor in weights.items()}
-        for weights in (base, *agents)
+        {name: array(tensor) for name, tensor in weights.items()} for weights in (base, *agents)
     ]
     for name, theirs in authors(arrays[0], arrays[1:]).items():
         size = sum(np.abs(weights[name]) for weights in arrays)
@@ -550,14 +537,10 @@ def check_like_the_authors(authors, output: Weights, base: Weights, agents) -> N
         assert np.all(np.abs(array(output[name]) - theirs) <= allowed), name
 
 
-def test_mergekit_yaml_command_merges_an_example_that_transformers_loads(
-    example, tmp_path
-):
+def test_mergekit_yaml_command_merges_an_example_that_transformers_loads(example, tmp_path):
     directory, base, agents = example
     recipe = ROOT / "example_yamls" / "ramplus.yml"
-    text = run_command(
-        script("mergekit-yaml"), recipe, tmp_path / "merged", "-v", cwd=directory
-    )
+    text = run_command(script("mergekit-yaml"), recipe, tmp_path / "merged", "-v", cwd=directory)
     check(checkpoints.read(tmp_path / "merged"), expect_example("ramplus", base, agents))  # fmt: skip
     assert logged_counts(text) == true_counts(plan(base, agents))
     assert "Measuring overlap" in text
@@ -814,9 +797,7 @@ TIES_AND_DARE = {
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("written_for", TIES_AND_DARE)
-def test_ties_and_dare_recipes_need_only_another_method(
-    written_for, method, make_models, tmp_path
-):
+def test_ties_and_dare_recipes_need_only_another_method(written_for, method, make_models, tmp_path):
     models = make_models("mistral", tied=False, num_hidden_layers=4)
     recipe = models.recipe(
         written_for,
@@ -902,9 +883,7 @@ def test_invalid_parameter_is_refused_before_a_weight_is_read(
         assert part in message
 
 
-def test_problems_in_different_tensors_come_in_one_error(
-    make_models, tmp_path, no_weight_is_read
-):
+def test_problems_in_different_tensors_come_in_one_error(make_models, tmp_path, no_weight_is_read):
     models = make_models()
     recipe = models.recipe(
         "ramplus",
@@ -954,9 +933,7 @@ def test_invalid_parameter_is_refused_by_every_entry_point(
             parameters={"r": -1.0},
         )
     raw = raw_recipe(tmp_path, models.base, models.agents, "ramplus", r=-1.0)
-    message = invoke_refused(
-        raw_pytorch.main, write_recipe(raw, tmp_path), tmp_path / "merged"
-    )
+    message = invoke_refused(raw_pytorch.main, write_recipe(raw, tmp_path), tmp_path / "merged")
     assert re.search(told, message)
     assert not (tmp_path / "merged").exists()
     multi = yaml.safe_dump_all([{"name": "first", **recipe}])
@@ -1010,9 +987,7 @@ def test_layer_used_twice_counts_once_per_output_tensor(make_models, tmp_path, c
     assert config.num_hidden_layers == 4
 
 
-def test_modules_merge_their_own_agents_by_one_ratio_over_all(
-    make_models, tmp_path, caplog
-):
+def test_modules_merge_their_own_agents_by_one_ratio_over_all(make_models, tmp_path, caplog):
     models = make_models("t5")
     first, second, third = models.agent_paths
     recipe = models.recipe("ramplus", parameters=STRONG)
@@ -1132,9 +1107,7 @@ def test_tied_weights_count_once(make_models, tmp_path, caplog):
     assert logged_totals(caplog.text) == {total_elements(output)}
 
 
-def test_agent_with_tied_weights_lends_its_embedding_to_an_untied_head(
-    make_models, tmp_path
-):
+def test_agent_with_tied_weights_lends_its_embedding_to_an_untied_head(make_models, tmp_path):
     config, base = checkpoints.make_base("qwen2", tied=False)
     base["lm_head.weight"] = base["model.embed_tokens.weight"].clone()
     agents = [checkpoints.change(base, seed) for seed in (1, 2)]
@@ -1151,15 +1124,11 @@ def test_agent_with_tied_weights_lends_its_embedding_to_an_untied_head(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("lacking", [(0, 1, 2, 3), (2,), (1, 3), (1, 2, 3)], ids=str)
-def test_optional_tensor_counts_where_it_is_merged(
-    lacking, method, make_models, tmp_path, caplog
-):
+def test_optional_tensor_counts_where_it_is_merged(lacking, method, make_models, tmp_path, caplog):
     models = make_models("glm4", tied=False)
     weights = [
         {
-            n: t
-            for n, t in w.items()
-            if i not in lacking or not n.endswith("k_proj.bias")
+            n: t for n, t in w.items() if i not in lacking or not n.endswith("k_proj.bias")
         }  # fmt: skip
         for i, w in enumerate([models.base, *models.agents])
     ]
@@ -1175,9 +1144,7 @@ def test_optional_tensor_counts_where_it_is_merged(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_tensor_of_integers_is_copied_and_not_counted(
-    method, make_models, tmp_path, caplog
-):
+def test_tensor_of_integers_is_copied_and_not_counted(method, make_models, tmp_path, caplog):
     models = make_models("llama")
     norm = {"model.norm.weight": torch.arange(16)}
     models = save_models(
@@ -1286,9 +1253,7 @@ def test_mergekit_pytorch_takes_filters_weights_and_dtypes(make_models, tmp_path
 
 
 @pytest.mark.parametrize("option", ["--tensor-union", "--tensor-intersection"])
-def test_mergekit_pytorch_counts_what_it_merges_of_differing_models(
-    option, make_models, tmp_path
-):
+def test_mergekit_pytorch_counts_what_it_merges_of_differing_models(option, make_models, tmp_path):
     base, agents = state_dicts(make_models())
     missing = "model.embed_tokens.weight"
     del agents[1][missing]
@@ -1324,9 +1289,7 @@ parameters:
 
 
 @pytest.mark.parametrize("as_command", [False, True], ids=["in process", "command"])
-def test_mergekit_multi_merges_every_step_by_its_own_ratio(
-    as_command, make_models, tmp_path
-):
+def test_mergekit_multi_merges_every_step_by_its_own_ratio(as_command, make_models, tmp_path):
     models = make_models("llama")
     file = tmp_path / "multi.yml"
     file.write_text(MULTI.format(base=models.base_path, agents=models.agent_paths))
@@ -1343,9 +1306,7 @@ def test_mergekit_multi_merges_every_step_by_its_own_ratio(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("out_dtype", [None, BF16])
-def test_merge_state_dicts_takes_the_ratio_over_all_its_groups(
-    out_dtype, method, make_models
-):
+def test_merge_state_dicts_takes_the_ratio_over_all_its_groups(out_dtype, method, make_models):
     base, agents = state_dicts(make_models())
     parameters = {} if method == "ram" else STRONG
     output = merge_state_dicts(
@@ -1538,9 +1499,7 @@ def degenerate(name: str, base: Weights) -> list[Weights]:
         "agents without shared changes",
     ],
 )
-def test_degenerate_agents_have_a_defined_result(
-    case, method, make_models, tmp_path, caplog
-):
+def test_degenerate_agents_have_a_defined_result(case, method, make_models, tmp_path, caplog):
     models = make_models()
     agents = degenerate(case, models.base)
     models = save_models(tmp_path, models.config, models.base, agents)
@@ -1599,9 +1558,7 @@ def test_every_tensor_stays_an_island_of_its_own(
     assert islands(models.recipe(method), tmp_path, caplog) == theirs
 
 
-def test_multi_gpu_executor_merges_by_the_model_wide_ratio(
-    make_models, tmp_path, two_accelerators
-):
+def test_multi_gpu_executor_merges_by_the_model_wide_ratio(make_models, tmp_path, two_accelerators):
     models = make_models("llama", tied=False)
     recipe = models.recipe("ramplus", parameters=STRONG)
     output = merge(recipe, tmp_path, "--multi-gpu")

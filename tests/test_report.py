@@ -44,8 +44,8 @@ from test_recipes import (  # noqa: F401 - the fixtures among them
 )
 
 import mergekit_ram
-from mergekit_ram import kernel
-from mergekit_ram.report import Report
+from mergekit_ram.method import stream as kernel
+from mergekit_ram.report.record import Report
 
 FILE = "ram_report.json"
 STRONG = {"r": 1.0, "alpha": 10.0}
@@ -221,8 +221,7 @@ def test_report_of_slices_counts_every_output_layer(make_models, tmp_path):
     del recipe["models"]
     taken = ([0, 2], [1, 3])
     recipe["slices"] = [
-        {"sources": [{"model": m, "layer_range": span} for m in sources]}
-        for span in taken
+        {"sources": [{"model": m, "layer_range": span} for m in sources]} for span in taken
     ]
     merge(recipe, tmp_path)
     planned = {}
@@ -353,9 +352,7 @@ def test_home_is_not_named(entry, damaged, at_home, caplog):
     if entry == "pytorch":
         command = raw_pytorch.main
         recipe["base_model"] += "/model.safetensors"
-        recipe["models"] = [
-            {"model": m["model"] + "/model.safetensors"} for m in recipe["models"]
-        ]
+        recipe["models"] = [{"model": m["model"] + "/model.safetensors"} for m in recipe["models"]]
     elif entry == "multi":
         command, options = multimerge.main, ["-I", ".", "--out-path", "merged"]
     file = write_recipe(recipe, Path("."))
@@ -377,9 +374,7 @@ def test_home_is_not_named(entry, damaged, at_home, caplog):
 
 
 def test_recipe_that_names_the_home_keeps_its_names(at_home, tmp_path):
-    recipe = yaml.safe_load(
-        yaml.safe_dump(RELATIVE).replace("./models", f"{at_home}/models")
-    )
+    recipe = yaml.safe_load(yaml.safe_dump(RELATIVE).replace("./models", f"{at_home}/models"))
     merge(recipe, tmp_path)
     report = read_report(tmp_path / "merged")
     assert [agent.model for agent in report.agents] == [
@@ -448,9 +443,7 @@ def test_nothing_above_epsilon_is_warned_of_once(method, make_models, tmp_path, 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_rounding_of_float32_agents_is_warned_of_once(
-    method, make_models, tmp_path, caplog
-):
+def test_rounding_of_float32_agents_is_warned_of_once(method, make_models, tmp_path, caplog):
     base = make_models().base
     agents = [checkpoints.change(base, seed) for seed in (1, 2)]
     models = with_agents(make_models, tmp_path, agents, (BF16, F32, BF16))

@@ -21,10 +21,10 @@ from table import write_results
 from tqdm import tqdm
 from train import RUNS, TRAININGS, train_agents, train_base_once
 
-from mergekit_ram.demo.evaluate import score
-from mergekit_ram.demo.families import FAMILIES, Split
-from mergekit_ram.demo.merging import merge, recipe, write_recipe
-from mergekit_ram.report import FILE_NAME
+from mergekit_ram.report.record import FILE_NAME
+from mergekit_ram.tools.demo.evaluate import score
+from mergekit_ram.tools.demo.families import FAMILIES, Split
+from mergekit_ram.tools.demo.merging import merge, recipe, write_recipe
 
 BASE = RUNS / "base"
 RESULTS = Path(__file__).parent / "results"

@@ -9,7 +9,7 @@ from statistics import mean, stdev
 
 from matplotlib.figure import Figure
 
-from mergekit_ram.demo.families import FAMILIES
+from mergekit_ram.tools.demo.families import FAMILIES
 
 COLUMNS = (*FAMILIES, "mean")
 KINDS = {"rl": "RL", "sft": "SFT", "sft_slow": "SFT at RL's learning rate"}

@@ -33,9 +33,7 @@ def combinations(config: MergeConfiguration) -> Iterator[Combination]:
         prefix = f"modules.{name}." if name else ""
         if module.models:
             models = tuple(source.model for source in module.models)
-            yield Combination(
-                f"{prefix}models", config.base_model, models, (None,) * len(models)
-            )
+            yield Combination(f"{prefix}models", config.base_model, models, (None,) * len(models))
         for i, merged in enumerate(module.slices or ()):
             yield Combination(
                 f"{prefix}slices[{i}]",
@@ -94,8 +92,6 @@ def _place(model: ModelReference) -> str:
     if not os.path.exists(path):
         return str(model)
     lora = model.lora and (
-        os.path.realpath(model.lora.path)
-        if os.path.exists(model.lora.path)
-        else str(model.lora)
+        os.path.realpath(model.lora.path) if os.path.exists(model.lora.path) else str(model.lora)
     )
     return f"{os.path.realpath(path)}+{lora}"

@@ -8,11 +8,11 @@ from typing import Any
 from mergekit.common import ModelReference
 
 from mergekit_ram.check.problems import reason
-from mergekit_ram.checkpoint.directories import weights_file
-from mergekit_ram.checkpoint.files import read_json
-from mergekit_ram.checkpoint.headers import UnreadableError
 from mergekit_ram.errors import Problem
-from mergekit_ram.references import misread, separator_hint
+from mergekit_ram.host.checkpoint.directories import weights_file
+from mergekit_ram.host.checkpoint.files import read_json
+from mergekit_ram.host.checkpoint.headers import UnreadableError
+from mergekit_ram.host.references import misread, separator_hint
 
 _BESIDE = "check the path; a model needs its config.json beside its weights"
 _REMOTE_CODE = "it comes with Python code of its own, without which it cannot be read"
@@ -20,15 +20,11 @@ _TRUST = "look through that code, then allow it to run on this machine with --tr
 _NAME = 'name it there, as in "architectures": ["LlamaForCausalLM"], or by `override_architecture:` in the recipe'
 
 
-def read_config(
-    model: ModelReference, trust_remote_code: bool
-) -> tuple[Any, Problem | None]:
+def read_config(model: ModelReference, trust_remote_code: bool) -> tuple[Any, Problem | None]:
     """A model's transformers config, or None and what is wrong with it."""
     where, path = str(model), model.model.path
     if misread(model):
-        return None, Problem(
-            where, f"it is read as {_parts(model)}", separator_hint(where)
-        )
+        return None, Problem(where, f"it is read as {_parts(model)}", separator_hint(where))
     if path.startswith((".", "/", "~")) and not os.path.isdir(path):
         return None, Problem(where, "there is no such directory", _BESIDE)
     problem = _file_problem(model) if os.path.isdir(path) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 from mergekit.config import MergeConfiguration
@@ -11,10 +12,11 @@ from mergekit.scripts import merge_raw_pytorch
 from mergekit_ram.check.problems import RECIPE
 from mergekit_ram.check.recipes import check, check_steps
 from mergekit_ram.errors import MergeError, Problem, RecipeError
-from mergekit_ram.methods import METHODS
-from mergekit_ram.recipe import OURS, Recipe, read_recipes
-from mergekit_ram.references import dumpable
-from mergekit_ram.report import LOG
+from mergekit_ram.host.methods import METHODS
+from mergekit_ram.host.recipe import Recipe, read_recipes
+from mergekit_ram.host.references import dumpable
+
+LOG = logging.getLogger(__name__)
 
 
 def check_file(
@@ -41,10 +43,10 @@ def check_file(
         "tensor_intersection": tensor_intersection,
     }
     recipes = read_recipes(path, **settings)
-    ours = {name: recipe for name, recipe in recipes.items() if recipe.method in OURS}
+    ours = {name: recipe for name, recipe in recipes.items() if recipe.method in METHODS}
     if not ours:
         methods = ", ".join(recipe.method for recipe in recipes.values())
-        names = ", ".join(method.spec.name for method in METHODS)
+        names = ", ".join(METHODS)
         raise MergeError(f"{path} uses merge_method {methods}; this checks {names}")
     for warning in (text for recipe in ours.values() for text in recipe.warnings):
         LOG.warning(warning)

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from mergekit.common import dtype_from_name
 
-from mergekit_ram import output
-from mergekit_ram.checkpoint import Checkpoint, stored_bytes
 from mergekit_ram.errors import Problem
+from mergekit_ram.host import output
+from mergekit_ram.host.checkpoint import Checkpoint, stored_bytes
 
 RECIPE = "recipe"
 
@@ -51,9 +51,7 @@ def reason(error: Exception, width: int = 300) -> str:
     if len(text) <= width:
         return text
     end = text.rfind(". ", 0, width)
-    return (
-        text[: end + 1] if end > 0 else textwrap.shorten(text, width, placeholder=" …")
-    )
+    return text[: end + 1] if end > 0 else textwrap.shorten(text, width, placeholder=" …")
 
 
 def number(tensors: Sequence[str]) -> str:
@@ -100,9 +98,7 @@ def place_problems(out_path: str) -> Iterator[Problem]:
         yield Problem(RECIPE, fault, "write the merged model to another directory")
 
 
-def space_problems(
-    base: Checkpoint, dtype: str | None, out_path: str
-) -> Iterator[Problem]:
+def space_problems(base: Checkpoint, dtype: str | None, out_path: str) -> Iterator[Problem]:
     needed = stored_bytes(base.tensors, dtype)
     existing = os.path.abspath(out_path)
     while not os.path.exists(existing):

@@ -22,7 +22,6 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 
-from mergekit_ram.architectures import unwrap
 from mergekit_ram.check.combinations import (
     Combination,
     combination_problems,
@@ -42,10 +41,12 @@ from mergekit_ram.check.problems import (
     unplannable,
 )
 from mergekit_ram.check.tensors import DescribedLoader
-from mergekit_ram.checkpoint import Checkpoint
 from mergekit_ram.errors import Problem, RecipeError, UnplannableError
-from mergekit_ram.references import misread
-from mergekit_ram.report import untold
+from mergekit_ram.host import merged_config
+from mergekit_ram.host.architectures import unwrap
+from mergekit_ram.host.checkpoint import Checkpoint
+from mergekit_ram.host.references import misread
+from mergekit_ram.report.record import untold
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,7 @@ def check_steps(
     return problems
 
 
-def require_mergeable(
-    config: MergeConfiguration, options: MergeOptions, out_path: str
-) -> None:
+def require_mergeable(config: MergeConfiguration, options: MergeOptions, out_path: str) -> None:
     """Refuse a recipe before its models are downloaded, its LoRAs merged and its tensors planned.
 
     What only a plan shows is left to the plan itself, which is made once, where nothing else is wrong and every
@@ -195,9 +194,7 @@ def _planned_problems(
             architecture = _architecture(config, options, models)
             if architecture is None:
                 return []
-            MergePlanner(
-                config, architecture, options, models[base].config
-            ).plan_in_memory()
+            MergePlanner(config, architecture, options, models[base].config).plan_in_memory()
     except UnplannableError as error:
         return [] if known else list(error.problems)
     except RecipeError as error:
@@ -209,9 +206,7 @@ def _planned_problems(
     return []
 
 
-def _without(
-    config: MergeConfiguration, unplanned: set[ModelReference]
-) -> MergeConfiguration:
+def _without(config: MergeConfiguration, unplanned: set[ModelReference]) -> MergeConfiguration:
     """A copy of a recipe without some of its models, the second mention of any, and dtypes, which may be unusable."""
     config = config.model_copy(update=NO_DTYPES, deep=True)
     if config.base_model in unplanned:
@@ -252,9 +247,7 @@ def _model_problems(model: _Model) -> Iterator[Problem]:
     if lora and os.path.isdir(lora.path):
         adapter = os.path.join(lora.path, "adapter_config.json")
         if not os.path.exists(adapter):
-            yield Problem(
-                where, f"{adapter} is missing", "name the directory of a PEFT adapter"
-            )
+            yield Problem(where, f"{adapter} is missing", "name the directory of a PEFT adapter")
     yield from checkpoint_problems(where, model.checkpoint)
 
 
@@ -263,12 +256,8 @@ def _architecture_problems(
     options: MergeOptions,
     models: _Models,
 ) -> Iterator[Problem]:
-    configs = {
-        reference: model.config for reference, model in models.items() if model.config
-    }
-    base = (
-        config.base_model if config.base_model in configs else next(iter(configs), None)
-    )
+    configs = {reference: model.config for reference, model in models.items() if model.config}
+    base = config.base_model if config.base_model in configs else next(iter(configs), None)
     if base is None:
         return
     expected = configs[base].architectures
@@ -293,9 +282,7 @@ def _architecture_problems(
         return
     if architecture is None:
         return
-    unknown = [
-        name for name in config.modules or () if name not in architecture.modules
-    ]
+    unknown = [name for name in config.modules or () if name not in architecture.modules]
     if unknown:
         yield Problem(
             RECIPE,
@@ -326,10 +313,8 @@ def _config_problems(
     config: MergeConfiguration, architecture: ModelArchitecture, options: MergeOptions
 ) -> Iterator[Problem]:
     """What keeps the merged model's config from being saved, which mergekit does when all else is done."""
-    from mergekit_ram.planning import output_config
-
     try:
-        merged = output_config(config, architecture, options)
+        merged = merged_config.expected(config, architecture, options)
         getattr(merged, "validate", lambda: None)()
     except Exception as error:  # transformers raises a dozen kinds
         yield Problem(
@@ -345,8 +330,7 @@ def _architecture(
     """What mergekit knows of the architecture; None if only weights could show it and some are not at hand, or damaged."""
     named = config.referenced_models()
     described = all(
-        arch_info_for_config(model.config(options.trust_remote_code)) is not None
-        for model in named
+        arch_info_for_config(model.config(options.trust_remote_code)) is not None for model in named
     )
     usable = all(_at_hand(m) and not models[m].checkpoint.faults for m in named)
     return get_architecture_info(config, options) if described or usable else None
@@ -359,11 +343,7 @@ def _at_hand(model: ModelReference) -> bool:
 def _layer_problems(
     combination: Combination, layers: Mapping[ModelReference, int]
 ) -> Iterator[Problem]:
-    whole = [
-        model
-        for model, taken in zip(combination.models, combination.layers)
-        if taken is None
-    ]
+    whole = [model for model, taken in zip(combination.models, combination.layers) if taken is None]
     if whole and combination.base in layers:
         expected = layers[combination.base]
         for model in whole:

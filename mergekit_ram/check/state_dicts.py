@@ -6,10 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import yaml
 from mergekit.common import ModelReference
 
-from mergekit_ram import publishing
 from mergekit_ram.check.combinations import Combination, agent_problems, no_agent
 from mergekit_ram.check.problems import (
     NO_DTYPES,
@@ -20,8 +18,9 @@ from mergekit_ram.check.problems import (
     place_problems,
     space_problems,
 )
-from mergekit_ram.checkpoint import Checkpoint, some
 from mergekit_ram.errors import Problem, RecipeError
+from mergekit_ram.host import publishing
+from mergekit_ram.host.checkpoint import Checkpoint, some
 
 if TYPE_CHECKING:
     from mergekit.scripts.merge_raw_pytorch import RawPyTorchMergeConfig
@@ -58,9 +57,7 @@ def raw_problems(
     for reference, file in files.items():
         problems += checkpoint_problems(str(reference), file)
         others = [
-            name
-            for name in file.others
-            if not tensor_intersection or _everywhere(name, files)
+            name for name in file.others if not tensor_intersection or _everywhere(name, files)
         ]
         if others:
             problems.append(
@@ -95,22 +92,20 @@ def raw_problems(
     return problems
 
 
-def require_readable(recipe_path: str) -> None:
+def require_readable(config: RawPyTorchMergeConfig) -> None:
     """Refuse a recipe of ``mergekit-pytorch`` if a file of it cannot be read.
 
     Raises:
         RecipeError: with every such file.
     """
-    with open(recipe_path, encoding="utf-8") as file:
-        recipe = yaml.safe_load(file)
-    paths = [recipe.get("base_model"), *(m["model"] for m in recipe["models"])]
+    paths = [config.base_model, *(model.model for model in config.models)]
     problems = [
         problem
         for path in dict.fromkeys(filter(None, paths))
         for problem in checkpoint_problems(path, Checkpoint.of_file(path))
     ]
     if problems:
-        raise RecipeError(recipe["merge_method"], problems)
+        raise RecipeError(config.merge_method, problems)
 
 
 def plannable_raw(config: RawPyTorchMergeConfig) -> RawPyTorchMergeConfig:

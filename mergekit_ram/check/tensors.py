@@ -15,7 +15,6 @@ from mergekit.merge_methods.task_adapter import (
     ExecuteMergeMethodTask,
     TensorDictWrapper,
 )
-from mergekit.scripts.merge_raw_pytorch import SimpleLoaderCache
 from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 
@@ -25,9 +24,9 @@ from mergekit_ram.check.problems import (
     checkpoint_problems,
     number,
 )
-from mergekit_ram.checkpoint import Checkpoint, TensorHeader, some, stored_bytes
-from mergekit_ram.checkpoint.quantization import quantizer_of
 from mergekit_ram.errors import Problem
+from mergekit_ram.host.checkpoint import Checkpoint, TensorHeader, some, stored_bytes
+from mergekit_ram.host.checkpoint.quantization import quantizer_of
 
 
 class DescribedLoader(LazyTensorLoader):
@@ -126,7 +125,9 @@ def tensor_problems(
     ]
 
 
-_EAGER = "merge without --lazy-unpickle, which reads neither single numbers nor views with gaps right"
+_EAGER = (
+    "merge without --lazy-unpickle, which reads neither single numbers nor views with gaps right"
+)
 
 
 _BUFFER = "save the checkpoint again with floating weights as the base's"
@@ -163,9 +164,14 @@ class _Wanted:
 
 
 class PlannedCheckpoints:
-    """The checkpoints of a planned merge, each described once."""
+    """The checkpoints of a planned merge, each described once.
 
-    def __init__(self) -> None:
+    Args:
+        lazy_unpickle: whether pickles of ``mergekit-pytorch`` are read lazily.
+    """
+
+    def __init__(self, *, lazy_unpickle: bool) -> None:
+        self._lazy_unpickle = lazy_unpickle
         self._described: dict[ModelReference, Checkpoint] = {}
         self._configs: dict[ModelReference, Any] = {}
 
@@ -220,14 +226,11 @@ class PlannedCheckpoints:
     def _describe(self, model: ModelReference) -> Checkpoint:
         path = model.model.path
         if os.path.isfile(path):
-            lazy = SimpleLoaderCache().get(path).lazy_unpickle
-            return Checkpoint.of_file(path, lazy=lazy)
+            return Checkpoint.of_file(path, lazy=self._lazy_unpickle)
         loader = LoaderCache().get(model)
         if isinstance(loader, DescribedLoader):
             return loader.checkpoint
-        return Checkpoint.of_directory(
-            loader.index.base_path, lazy=loader.lazy_unpickle
-        )
+        return Checkpoint.of_directory(loader.index.base_path, lazy=loader.lazy_unpickle)
 
     def _config(self, model: ModelReference) -> Any:
         if model not in self._configs:

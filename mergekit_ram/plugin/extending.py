@@ -1,0 +1,40 @@
+"""Extending a module of mergekit once, whatever other plugins do to it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+MARK = "_extended_by_mergekit_ram"
+
+
+def once(extend: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    """Extend a module only once, until it is reloaded, whatever others put in the place of its functions meanwhile."""
+
+    @functools.wraps(extend)
+    def extend_once(module: ModuleType) -> None:
+        if not getattr(module, MARK, False):
+            extend(module)
+            setattr(module, MARK, True)
+
+    return extend_once
+
+
+def is_extended(function: Any) -> bool:
+    """Whether a function is one of ours, or another plugin's that wraps one of ours with ``functools.wraps``."""
+    return getattr(function, MARK, False)
+
+
+def marked(function: Any) -> Any:
+    setattr(function, MARK, True)
+    return function
+
+
+def replace_everywhere(name: str, function: Any, extended: Any) -> None:
+    """Replace a function also in the modules that took it by its name before this one was imported."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is function:
+            setattr(module, name, extended)

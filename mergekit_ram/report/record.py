@@ -1,0 +1,330 @@
+"""What a merge found out about its agents: collected while merging, one object for terminal, JSON and plots."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mergekit_ram._version import __version__
+from mergekit_ram.method.overlap import (
+    GroupOverlap,
+    RatioKind,
+    Rescaling,
+    overlap_ratio,
+    sum_overlaps,
+)
+
+LOG = logging.getLogger(__name__)
+
+FILE_NAME = "ram_report.json"
+SCHEMA_VERSION = 1
+# An agent that changed a greater part of the elements has a dense task vector.
+DENSE = 0.9
+
+
+class AgentReport(BaseModel):
+    """One agent over the whole merge.
+
+    ``overlap_histogram[k]`` is how many elements the agent and exactly k others changed; it sums to ``changed``.
+    ``lambda`` is the factor on the agent's unique updates, None where it differs between tensors and only
+    ``lambda_range`` holds.
+    """
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    model: str
+    total: int
+    changed: int
+    unique: int
+    shared: int
+    overlap_histogram: list[int]
+    rho: float
+    lambda_: float | None = Field(alias="lambda")
+    lambda_range: tuple[float, float]
+
+
+class PartReport(BaseModel):
+    """Some of the tensors: a layer, or a module type across layers. Lists are in the order of the agents."""
+
+    name: str
+    total: int
+    changed: list[int]
+    unique: list[int]
+    shared: list[int]
+    sign_conflicts: int
+
+
+class Report(BaseModel):
+    """A merge's agents and their overlap, in elements. ``pairwise_*[i][j]`` are of agents i and j."""
+
+    schema_version: int = SCHEMA_VERSION
+    versions: dict[str, str]
+    method: str
+    base_model: str | None
+    recipe: dict[str, Any]
+    total: int
+    agents: list[AgentReport]
+    pairwise_shared: list[list[int]]
+    pairwise_conflicts: list[list[int]]
+    sign_conflicts: int
+    layers: list[PartReport]
+    module_types: list[PartReport]
+    warnings: list[str] = []
+
+    def advice(self) -> list[str]:
+        """What a person who merges these agents should know, a sentence or two each."""
+        if not any(agent.changed for agent in self.agents):
+            return [
+                "no agent changed any element by more than epsilon, so the merged model is the base. Lower "
+                "epsilon, and look whether a 16-bit dtype rounds the updates away"
+            ]
+        advice = []
+        for agent in self.agents:
+            if agent.total and not agent.changed:
+                advice.append(
+                    f"{agent.model} does not differ from the base by more than epsilon, so it adds nothing. Is it "
+                    "the right checkpoint?"
+                )
+            if agent.changed > DENSE * agent.total:
+                advice.append(
+                    f"{agent.model} changed {agent.changed / agent.total:.0%} of the elements: a dense task vector, "
+                    "as of a merged LoRA or supervised fine-tuning, which RAM little more than averages. Try a "
+                    "larger epsilon, or ties or dare_ties"
+                )
+        return advice
+
+    def to_markdown(self) -> str:
+        """A section for a model card."""
+        lines = [
+            "### Reinforced Agent Merging",
+            "",
+            f"Of {self.total:,} elements each agent changed some; updates that only one agent made are kept and "
+            "rescaled by λ, updates of several agents are combined.",
+            "",
+            "| agent | changed | unique | shared | overlap-unique ratio ρ | λ |",
+            "| --- | ---: | ---: | ---: | ---: | ---: |",
+        ]
+        for agent in self.agents:
+            share = agent.changed / agent.total if agent.total else 0
+            factors = " – ".join(f"{f:.4g}" for f in dict.fromkeys(agent.lambda_range))
+            lines.append(
+                f"| {agent.model} | {agent.changed:,} ({share:.1%}) | {agent.unique:,} | {agent.shared:,} "
+                f"| {agent.rho:.4g} | {factors} |"
+            )
+        return "\n".join(lines) + "\n"
+
+    def to_json(self) -> str:
+        return self.model_dump_json(by_alias=True, indent=2)
+
+    def write(self, directory: str) -> str:
+        """Write ``ram_report.json`` into the directory, whole or not at all; returns its path."""
+        path = os.path.join(directory, FILE_NAME)
+        partial = f"{path}.{os.getpid()}.partial"
+        try:
+            with open(partial, "w", encoding="utf-8") as file:
+                file.write(self.to_json() + "\n")
+            os.replace(partial, path)
+        finally:
+            if os.path.exists(partial):
+                os.unlink(partial)
+        return path
+
+
+_TELLING = ContextVar("telling", default=True)
+
+
+@contextlib.contextmanager
+def untold() -> Iterator[None]:
+    """Log no warning of records, for a plan that is made again."""
+    token = _TELLING.set(False)
+    try:
+        yield
+    finally:
+        _TELLING.reset(token)
+
+
+class MergeRecord:
+    """What the tensors of one merge turned out to be. Safe to add to from several threads.
+
+    Args:
+        method: name of the merge method.
+        base_model: as the recipe names it.
+        recipe: the recipe, as plain data.
+        agents: every agent of the recipe, in its order; one without a merged tensor changed nothing.
+        ratio: how ρ is taken.
+        alpha: ρ of an agent with shared but no unique elements.
+
+    Attributes:
+        reported: whether a report is made of it; what it would say at the end is logged at once otherwise.
+        overflows: by tensor, elements that are not finite though all inputs are.
+    """
+
+    def __init__(
+        self,
+        *,
+        method: str,
+        base_model: str | None,
+        recipe: Mapping[str, Any],
+        agents: Iterable[Hashable],
+        ratio: RatioKind = "unique",
+        alpha: float = 0.2,
+    ):
+        self.method = method
+        self.base_model = base_model
+        self.recipe = dict(recipe)
+        self.agents = tuple(agents)
+        self.ratio = ratio
+        self.alpha = alpha
+        self.warnings: list[str] = []
+        self.reported = False
+        self.overflows: dict[str, int] = {}
+        self._tensors: dict[str, tuple[GroupOverlap, Rescaling]] = {}
+        self._lock = threading.Lock()
+
+    def warn(self, *warnings: str) -> None:
+        """Log warnings once, and keep them for the report."""
+        new = [w for w in dict.fromkeys(warnings) if w not in self.warnings]
+        for warning in new if _TELLING.get() else ():
+            LOG.warning(warning)
+        self.warnings += new
+
+    def add(self, tensor: str, overlap: GroupOverlap, rescaling: Rescaling) -> None:
+        with self._lock:
+            self._tensors[tensor] = overlap, rescaling
+
+    def add_overflow(self, tensor: str, count: int) -> None:
+        """Keep for the report, or log the first one, how many elements are not finite though all inputs are."""
+        with self._lock:
+            first = not self.overflows
+            self.overflows[tensor] = count
+        if first and not self.reported:
+            LOG.warning(*overflow_warnings({tensor: count}))
+
+    def tensors(self) -> dict[str, tuple[GroupOverlap, Rescaling]]:
+        """Overlap and λ of every tensor added so far."""
+        return dict(self._tensors)
+
+    def overlap(self) -> GroupOverlap:
+        """Overlap over all tensors added so far."""
+        return self._sum(self._tensors)
+
+    def _sum(self, names: Iterable[str]) -> GroupOverlap:
+        return sum_overlaps((self._tensors[name][0] for name in names), self.agents)
+
+    def report(self) -> Report:
+        """The report of what was added so far."""
+        counts = self.overlap().counts
+        agents = []
+        for i, agent in enumerate(self.agents):
+            present = [
+                (overlap.counts.total, rescaling.get(agent, 1.0))
+                for overlap, rescaling in self._tensors.values()
+                if agent in overlap.agents
+            ]
+            lowest = min((factor for _, factor in present), default=1.0)
+            highest = max((factor for _, factor in present), default=1.0)
+            agents.append(
+                AgentReport(
+                    model=str(agent),
+                    total=sum(total for total, _ in present),
+                    changed=counts.changed[i],
+                    unique=counts.unique[i],
+                    shared=counts.shared[i],
+                    overlap_histogram=list(counts.histogram[i]),
+                    rho=overlap_ratio(
+                        counts.shared[i],
+                        counts.unique[i],
+                        alpha=self.alpha,
+                        kind=self.ratio,
+                    ),
+                    lambda_=lowest if lowest == highest else None,
+                    lambda_range=(lowest, highest),
+                )
+            )
+        return Report(
+            versions=versions(),
+            method=self.method,
+            base_model=self.base_model,
+            recipe=self.recipe,
+            total=counts.total,
+            agents=agents,
+            pairwise_shared=[list(row) for row in counts.pairwise],
+            pairwise_conflicts=[list(row) for row in counts.pairwise_conflicts],
+            sign_conflicts=counts.sign_conflicts,
+            layers=self._parts(layer_of),
+            module_types=self._parts(module_type_of),
+            warnings=self.warnings,
+        )
+
+    def _parts(self, name_of: Callable[[str], str]) -> list[PartReport]:
+        parts: dict[str, list[str]] = {}
+        for tensor in self._tensors:
+            parts.setdefault(name_of(tensor), []).append(tensor)
+        reports = []
+        for name in sorted(parts, key=_natural):
+            counts = self._sum(parts[name]).counts
+            reports.append(
+                PartReport(
+                    name=name,
+                    total=counts.total,
+                    changed=list(counts.changed),
+                    unique=list(counts.unique),
+                    shared=list(counts.shared),
+                    sign_conflicts=counts.sign_conflicts,
+                )
+            )
+        return reports
+
+
+def overflow_warnings(overflows: Mapping[str, int]) -> list[str]:
+    """Say which tensors merged to infinity or NaN, though their inputs are finite; how many elements by tensor."""
+    if not overflows:
+        return []
+    first, *others = sorted(overflows)
+    more = f" and {len(others)} more" if others else ""
+    return [
+        f"{sum(overflows.values())} elements of {first}{more} are not finite in the merged model, though all inputs are: "
+        "they overflow its dtype. Use dtype or out_dtype bfloat16 or float32, or a smaller lambda or r"
+    ]
+
+
+_NUMBERED = re.compile(r"(.*?\.\d+)\.(.+)")
+_KIND = re.compile(r"\.(weight|bias)$")
+
+
+def layer_of(tensor: str) -> str:
+    """``model.layers.3`` of ``model.layers.3.mlp.up_proj.weight``; outside a layer, the tensor's module."""
+    found = _NUMBERED.fullmatch(tensor)
+    return found.group(1) if found else _KIND.sub("", tensor)
+
+
+def module_type_of(tensor: str) -> str:
+    """``mlp.up_proj`` of ``model.layers.3.mlp.up_proj.weight``; further numbers, as of experts, become ``*``."""
+    found = _NUMBERED.fullmatch(tensor)
+    inner = found.group(2) if found else tensor
+    return re.sub(r"\b\d+\b", "*", _KIND.sub("", inner))
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sort key that puts layer 2 before layer 10."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a result depends on."""
+    found = {"mergekit-ram": __version__}
+    for package in ("mergekit", "torch"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "unknown"
+    return found
