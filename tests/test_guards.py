@@ -336,7 +336,7 @@ def test_what_is_not_finite_counts_as_changed_at_every_epsilon(special):
     base, tensors = random_tensors(2, 500, F32)
     tensors[0, 3] = tensors[:, 4] = special
     agents = agents_of(tensors)
-    found = magnitude.measure(base, agents, Rule(finite=False))
+    found = magnitude.magnitudes(base, agents, Rule(finite=False))
     for epsilon, shared in zip(magnitude.SWEEP, found.shared.T, strict=True):
         counts = count(base, agents, Rule(epsilon=epsilon, finite=False))
         assert tuple(shared.tolist()) == counts.shared

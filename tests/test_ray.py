@@ -242,12 +242,15 @@ def test_a_rerun_after_a_killed_driver_takes_over_sound_shards(cluster, models, 
     files = sorted(parts.glob("*.safetensors"))
     assert len(files) >= 4
     inodes = [os.stat(file).st_ino for file in files]
+    opened = [file.open("rb") for file in files]  # so that no inode is given out again
     content = files[1].read_bytes()
     files[1].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
     remote = merge(recipe_of(recipe), tmp_path, out, "--ray")
     finished = {os.stat(file).st_ino for file in out.glob("*.safetensors")}
     kept = [inode in finished for inode in inodes]
+    for file in opened:
+        file.close()
     assert kept == [True, False] + [True] * (len(files) - 2)
     assert_identical(merge(recipe_of(recipe), tmp_path, tmp_path / "local"), remote)
     assert hidden(tmp_path) == []
