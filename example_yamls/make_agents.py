@@ -2,10 +2,11 @@
 
     python example_yamls/make_agents.py [DIR]
 
-writes DIR/base, DIR/coder, DIR/tool_user and DIR/reader (DIR is ``agents`` if not given), about 1 MB together. The
-base is a Qwen2 of random weights with a tokenizer trained on the spot; every agent differs from it in about 20 % of
-the elements, part of which other agents changed too. That is how agents trained by reinforcement learning differ from
-their base; the updates themselves mean nothing.
+writes DIR/base, DIR/coder, DIR/tool_user and DIR/reader (DIR is ``agents`` if not given), about 1
+MB together. The base is a Qwen2 of random weights with a tokenizer trained on the spot; every agent
+differs from it in about 20 % of the elements, part of which other agents changed too. That is how
+agents trained by reinforcement learning differ from their base; the updates themselves mean
+nothing.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 AGENTS = ("coder", "tool_user", "reader")
 SEED = 0
 
-# Of all elements, how many an agent changes alone or by chance with others, and how many of a pool it draws from.
+# Of all elements, how many an agent changes alone or by chance with others, and how many of a pool
+# it draws from.
 PRIVATE, POOL, DRAWN = 0.12, 0.16, 0.5
 UPDATE_STD = 0.02
 

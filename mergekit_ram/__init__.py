@@ -1,7 +1,7 @@
 """Reinforced Agent Merging (RAM, arXiv 2601.13572) for mergekit.
 
-Importing this package makes ``ram``, ``ramplus`` and ``ramplus_tl`` available to mergekit; an installed package
-does so by itself. Neither torch nor mergekit is imported before it is needed.
+Importing this package makes ``ram``, ``ramplus`` and ``ramplus_tl`` available to mergekit; an
+installed package does so by itself. Neither torch nor mergekit is imported before it is needed.
 """
 
 from mergekit_ram import _autoload

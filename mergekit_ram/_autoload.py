@@ -1,9 +1,10 @@
 """Hooks the plugin into mergekit, which has no plugin loading of its own.
 
-``mergekit_ram.pth`` imports the package whenever Python starts, unless ``MERGEKIT_RAM_DISABLE`` is set to
-something other than 0. All that happens then is that a finder waits on ``sys.meta_path`` for the modules of
-mergekit that the plugin extends; only when one of them is imported is ``mergekit_ram.plugin.planner``, with torch and
-the rest, imported too. Standard library only, and as little of it as possible: this runs in every Python process.
+``mergekit_ram.pth`` imports the package whenever Python starts, unless ``MERGEKIT_RAM_DISABLE`` is
+set to something other than 0. All that happens then is that a finder waits on ``sys.meta_path`` for
+the modules of mergekit that the plugin extends; only when one of them is imported is the module of
+``mergekit_ram.plugin`` that extends it, with torch and the rest, imported too. Standard library
+only, and as little of it as possible: this runs in every Python process.
 """
 
 import sys
@@ -23,7 +24,8 @@ _HOOKS = {
 # Those that are being imported at this moment.
 _loading = set()
 
-# Those that could not be extended. With one of them none is: a part of the plugin would be worse than nothing of it.
+# Those that could not be extended. With one of them none is: a part of the plugin would be worse
+# than nothing of it.
 _refused = set()
 
 
@@ -45,7 +47,9 @@ class _Finder:
 
 
 class _Loader:
-    """Loads a module by its own loader, which the module shows as its loader, then extends the module."""
+    """Loads a module by its own loader, which the module shows as its loader, then extends the
+    module.
+    """
 
     def __init__(self, loader):
         self._loader = loader
@@ -75,7 +79,9 @@ class _Loader:
 
 
 def install():
-    """Extend mergekit as it is imported, and what is imported of it already. Any number of times."""
+    """Extend mergekit as it is imported, and what is imported of it already.
+    Any number of times.
+    """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     for name in _HOOKS:
@@ -92,7 +98,9 @@ def _extend(module):
 
 
 def _refuse_merges(module, error):
-    """Have every recipe that names a method of the plugin fail with the reason, never run something else."""
+    """Have every recipe that names a method of the plugin fail with the reason, never run something
+    else.
+    """
     import warnings
 
     _refused.add(module.__name__)

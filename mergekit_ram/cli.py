@@ -16,7 +16,9 @@ LOG = logging.getLogger(__name__)
 
 
 class MergeCommand(click.Command):
-    """A command that also takes mergekit's merge options, imported once it runs or its help is shown."""
+    """A command that also takes mergekit's merge options, imported once it runs or its help is
+    shown.
+    """
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         from mergekit.options import add_merge_options
@@ -63,8 +65,8 @@ def main() -> None:
 def check(recipe: str, out_path: str | None, as_json: bool, **options) -> None:
     """Find what is wrong with a RECIPE before a weight is read.
 
-    Takes recipes of mergekit-yaml, mergekit-multi and mergekit-pytorch. Looks at configs, indexes and the headers of
-    safetensors. Exits with 0 if the recipe can be merged and with 1 if not.
+    Takes recipes of mergekit-yaml, mergekit-multi and mergekit-pytorch. Looks at configs, indexes
+    and the headers of safetensors. Exits with 0 if the recipe can be merged and with 1 if not.
     """
     from mergekit.options import MergeOptions
 
@@ -92,11 +94,15 @@ def check(recipe: str, out_path: str | None, as_json: bool, **options) -> None:
     is_flag=False,
     flag_value="",
     metavar="[ADDRESS]",
-    help="Merge on a Ray cluster: at the ADDRESS, else the one that RAY_ADDRESS names or that runs here, else one "
-    "started on this machine (always with ADDRESS local). All machines must share the storage of models and output.",
+    help="Merge on a Ray cluster: at the ADDRESS, else the one that RAY_ADDRESS names or that "
+    "runs here, else one "
+    "started on this machine (always with ADDRESS local). All machines must share the storage of "
+    "models and output.",
 )
 def merge(recipe: str, out_path: str, ray_address: str | None, **options) -> None:
-    """Merge by a RECIPE into OUT_PATH, as mergekit-yaml or mergekit-pytorch does, once the recipe is checked."""
+    """Merge by a RECIPE into OUT_PATH, as mergekit-yaml or mergekit-pytorch does, once the recipe
+    is checked.
+    """
     from mergekit.merge import run_merge
     from mergekit.options import MergeOptions
 
@@ -283,8 +289,8 @@ def give_out(found, show, json_path: str | None, plots_path: str | None, as_card
 def demo(directory: str | None, json_file: str | None) -> None:
     """Merge three agents that come with mergekit-ram, and score every merge.
 
-    The agents were trained by reinforcement learning from one small base, each on another family of tasks. Needs no
-    network and takes about a minute.
+    The agents were trained by reinforcement learning from one small base, each on another family of
+    tasks. Needs no network and takes about a minute.
     """
     import tempfile
     from pathlib import Path

@@ -1,4 +1,6 @@
-"""Every exception of the package. All can be pickled, as the way to and from other processes needs, and come back alike."""
+"""Every exception of the package. All can be pickled, as the way to and from other processes needs,
+and come back alike.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def _restored(kind: type[BaseException], arguments: tuple, state: dict[str, Any]
 
 
 class _Picklable(Exception):
-    """An exception that is restored from what it holds, without being built from its message again."""
+    """An exception that is restored from what it holds, without being built
+    from its message again.
+    """
 
     def __reduce__(self):
         return _restored, (type(self), self.args, self.__dict__)
@@ -49,7 +53,9 @@ class OutputOverflowError(_Picklable, ValueError):
 
 
 class MergeError(_Picklable, click.ClickException, ValueError):
-    """What a person who merges can put right. mergekit's commands show its message, not a traceback."""
+    """What a person who merges can put right. mergekit's commands show its message, not a
+    traceback.
+    """
 
     def __str__(self) -> str:
         return self.message
@@ -65,18 +71,23 @@ class NonFiniteWeightsError(MergeError):
     def __init__(self, tensor: str | None, counts: Mapping[Hashable, int]):
         found = ", ".join(f"{count} in {model}" for model, count in counts.items())
         super().__init__(
-            f"NaN or infinity in {tensor or 'an unnamed tensor'}: {found}. The checkpoint is damaged or "
+            f"NaN or infinity in {tensor or 'an unnamed tensor'}: {found}. The checkpoint is "
+            "damaged or "
             "overflowed; replace it, or set non_finite: ignore to merge it as it is"
         )
 
 
 class OverflowedWeightsError(MergeError):
-    """Merged weights that are not finite although all inputs are. The message names tensor and count."""
+    """Merged weights that are not finite although all inputs are. The message names tensor and
+    count.
+    """
 
     def __init__(self, tensor: str | None, count: int, dtype: str):
         super().__init__(
-            f"{count} elements of {tensor or 'an unnamed tensor'} overflow {dtype} when they are merged, though all inputs "
-            "are finite. Use dtype or out_dtype bfloat16 or float32, a smaller lambda or r, or set non_finite: ignore to "
+            f"{count} elements of {tensor or 'an unnamed tensor'} overflow {dtype} when they are "
+            "merged, though all inputs "
+            "are finite. Use dtype or out_dtype bfloat16 or float32, a smaller lambda or r, or "
+            "set non_finite: ignore to "
             "write infinity there"
         )
 
@@ -86,7 +97,8 @@ class WriteError(MergeError):
 
 
 class MalformedRecipeError(MergeError):
-    """A file that holds no recipe. The message names the file, the places in it and what was expected there.
+    """A file that holds no recipe. The message names the file, the places in it and what was
+    expected there.
 
     Attributes:
         faults: what is wrong, one by one.

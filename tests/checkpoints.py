@@ -1,4 +1,6 @@
-"""Small real checkpoints for tests: a base of random weights, agents as sparse changes of it, and reading them back."""
+"""Small real checkpoints for tests: a base of random weights, agents as sparse changes of it, and
+reading them back.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,8 @@ _T5 = {
     "feed_forward_proj": "gated-gelu",
 }
 
-# Name → (class of the configuration, class of the model, sizes). To mergekit the biases of GLM4 are optional and T5 is
-# made of three modules, all layers gated.
+# Name → (class of the configuration, class of the model, sizes). To mergekit the biases of GLM4 are
+# optional and T5 is made of three modules, all layers gated.
 ARCHITECTURES = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _DECODER),
     "llama": ("LlamaConfig", "LlamaForCausalLM", _DECODER),
@@ -53,7 +55,8 @@ ARCHITECTURES = {
 def make_base(
     architecture: str, *, tied: bool = True, seed: int = 0, **sizes
 ) -> tuple[transformers.PretrainedConfig, Weights]:
-    """A model's configuration and its float32 weights, under the names and in the number a checkpoint has.
+    """A model's configuration and its float32 weights, under the names and in the number a
+    checkpoint has.
 
     A few weights of every tensor are −0, which a sum with +0 would turn into +0.
     """
@@ -81,7 +84,8 @@ def change(
     size: float = 0.02,
     names: str = "",
 ) -> Weights:
-    """An agent: about that fraction of the elements changed, by at least size / 4, where the name contains ``names``.
+    """An agent: about that fraction of the elements changed, by at least size / 4, where the name
+    contains ``names``.
 
     Agents of different seeds overlap by chance. Non-floating tensors stay as they are.
     """
@@ -146,7 +150,9 @@ def save(
 
 
 def save_state_dict(file: Path, weights: Mapping[str, torch.Tensor]) -> str:
-    """Write one file of tensors, pickled if it is a ``.bin``; returns its path, as a recipe names it."""
+    """Write one file of tensors, pickled if it is a ``.bin``; returns its path, as a recipe names
+    it.
+    """
     weights = {name: tensor.contiguous() for name, tensor in weights.items()}
     if file.suffix == ".bin":
         torch.save(weights, file)

@@ -2,8 +2,8 @@
 
     python tests/fuzz_kernel.py --cases 10000 --seed 0
 
-Every case is merged, counted and merged while counting, in blocks of a random size and to a random dtype. A failing case
-is printed as hypothesis reports it, shrunk, with the seed to see it again.
+Every case is merged, counted and merged while counting, in blocks of a random size and to a random
+dtype. A failing case is printed as hypothesis reports it, shrunk, with the seed to see it again.
 """
 
 from __future__ import annotations

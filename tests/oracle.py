@@ -1,4 +1,6 @@
-"""Float64 reference of DESIGN.md sections 1 and 2, and of the five modes of the authors' code. NumPy only."""
+"""Float64 reference of DESIGN.md sections 1 and 2, and of the five modes of the authors' code.
+NumPy only.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _CONTESTED = 2.0**-20
 
 @dataclass(frozen=True, eq=False)
 class Overlap:
-    """Integer arrays: ``[agents]``, ``[agents, agents]``, or 0-d. Add those of tensors for those of a model."""
+    """Integer arrays: ``[agents]``, ``[agents, agents]``, or 0-d. Add those of tensors for those of
+    a model.
+    """
 
     total: Array
     changed: Array
@@ -50,7 +54,8 @@ class Merged:
         value: the merged weights; the base itself where the update is 0.
         update: what the base is moved by.
         changers: how many agents changed the element.
-        magnitude: size of the numbers that the value is computed from; rounding errors are proportional to it.
+        magnitude: size of the numbers that the value is computed from; rounding errors are
+            proportional to it.
         contested: elements that ``ties`` decides within float32 rounding of a tie.
     """
 
@@ -134,7 +139,9 @@ def ram(
     keep_unique: Sequence[bool] | None = None,
     factors: Sequence[float] | None = None,
 ) -> Merged:
-    """``ram``, or ``ramplus`` where ``factors`` are its λ. Parameters as in a recipe, ``lambda`` as ``lambda_``."""
+    """``ram``, or ``ramplus`` where ``factors`` are its λ. Parameters as in a recipe, ``lambda`` as
+    ``lambda_``.
+    """
     ones = [1.0] * len(agents)
     weight, density, factors = weight or ones, density or ones, factors or ones
     keep_unique = keep_unique or [True] * len(agents)
@@ -187,7 +194,9 @@ def ramplus(
 
 
 def _mean(vectors: Array, masks: Array, weight: Array) -> tuple[Array, Array]:
-    """Σwτ/Σw over the masked agents ``[agents, elements]``, 0 where no weight is left; and its magnitude."""
+    """Σwτ/Σw over the masked agents ``[agents, elements]``, 0 where no weight is left; and its
+    magnitude.
+    """
     total = weight @ (vectors * masks)
     mass = np.abs(weight) @ (np.abs(vectors) * masks)
     divisor, size = weight @ masks, np.abs(weight) @ masks
@@ -220,7 +229,9 @@ def _agreeing(
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """float64 values rounded once to a dtype's nearest number, ties to even. No overflow to infinity."""
+    """float64 values rounded once to a dtype's nearest number, ties to even. No overflow to
+    infinity.
+    """
     step = ulp(values, dtype)
     return np.rint(values / step) * step
 
@@ -268,7 +279,9 @@ def arm_r_v2(
     rescale_factor: float,
     threshold: float = 1e-5,
 ) -> dict[str, Array]:
-    """Unique updates grow with shared / unique. Raises ZeroDivisionError for an agent with shared ones only."""
+    """Unique updates grow with shared / unique. Raises ZeroDivisionError for an agent with shared
+    ones only.
+    """
     shared, unique = _model_counts(base, agents, threshold)
     ratios = [s / u if s + u else 0.0 for s, u in zip(shared, unique)]
     return _rescaled(base, agents, ratios, rescale_factor, threshold)
@@ -287,7 +300,7 @@ def arm_ties(
         cutoffs = [0.0] * len(agents)
         if k > 0:
             cutoffs = np.sort(np.abs(columns), axis=0)[k - 1]
-        kept = [[d if abs(d) >= c else 0.0 for d, c in zip(column, cutoffs)] for column in columns]  # fmt: skip
+        kept = [[d if abs(d) >= c else 0.0 for d, c in zip(column, cutoffs)] for column in columns]
         if not np.any(kept):
             continue
         for where, column in zip(map(tuple, shared), kept):

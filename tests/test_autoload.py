@@ -1,4 +1,6 @@
-"""How the plugin reaches an unmodified mergekit: in processes of their own, as interpreter start-up is what it hooks."""
+"""How the plugin reaches an unmodified mergekit: in processes of their own, as interpreter start-up
+is what it hooks.
+"""
 
 from __future__ import annotations
 
@@ -65,13 +67,15 @@ def test_environment_variable_gives_mergekits_own_methods_back():
     "imports",
     [
         "import mergekit_ram; from mergekit import merge_methods",
-        "from mergekit import merge_methods; import mergekit_ram, importlib; importlib.reload(mergekit_ram)",
+        "from mergekit import merge_methods; import mergekit_ram, importlib; "
+        "importlib.reload(mergekit_ram)",
         "import mergekit_ram.host.methods; from mergekit import merge_methods",
         "import mergekit_ram.plugin.planner; from mergekit import merge_methods",
     ],
 )
 def test_import_registers_in_any_order_and_any_number_of_times(imports):
-    code = f"{imports}\n{OWNER}\nfrom mergekit.plan import MergePlanner\nprint(hasattr(MergePlanner, 'mergekit_ram_record'))"
+    code = f"{imports}\n{OWNER}\nfrom mergekit.plan import MergePlanner\n"
+    code += "print(hasattr(MergePlanner, 'mergekit_ram_record'))"
     # Without the .pth file, which would bring the hook by itself.
     assert output(code, MERGEKIT_RAM_DISABLE="1") == [OURS, "True"]
 
@@ -97,11 +101,13 @@ def test_threads_and_child_processes_have_the_methods():
     assert output(code) == [OURS] * 5
 
 
-# --- mergekits that cannot be extended -----------------------------------------------------------------------------
+# --- mergekits that cannot be extended ------------------------------------------------------------
 
 
 def with_package(directory: Path, files: dict[str, str]) -> str:
-    """Code that starts an interpreter's imports over with nothing installed but the plugin and these files."""
+    """Code that starts an interpreter's imports over with nothing installed but the plugin and
+    these files.
+    """
     for name, content in files.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -185,7 +191,7 @@ def test_merge_in_an_unsupported_version_ends_with_a_message(tmp_path):
     assert ">=0.1.5,<0.2" in told and "0.2.0" in told
 
 
-# --- What the plugin relies on, checked before it is used ----------------------------------------------------------
+# --- What the plugin relies on, checked before it is used -----------------------------------------
 
 
 def extend(name: str, module) -> None:
@@ -210,7 +216,9 @@ def test_supported_and_unknown_versions_are_taken(version, monkeypatch):
 
 
 def planner_without(name: str) -> type:
-    """A class that stands for mergekit's planner, all that the plugin relies on in place but for one name."""
+    """A class that stands for mergekit's planner, all that the plugin relies on in place but for
+    one name.
+    """
 
     class MergePlanner:
         _tensors: list
@@ -227,7 +235,9 @@ def planner_without(name: str) -> type:
 
 
 def module_without(name: str) -> SimpleNamespace:
-    """A module that stands for one of mergekit's, all that the plugin relies on in place but for one name."""
+    """A module that stands for one of mergekit's, all that the plugin relies on in place but for
+    one name.
+    """
     names = {
         "MergePlanner": planner_without(""),
         "run_merge": lambda merge_config, out_path, options, config_source: None,
@@ -281,7 +291,9 @@ def test_changed_merge_methods_are_a_clear_error(gone, monkeypatch):
 
 
 def test_model_wide_method_run_outside_a_plan_never_takes_the_tensor_local_ratio():
-    """A planner that went another way than the extended one would run the method without a ratio."""
+    """A planner that went another way than the extended one would run the
+    method without a ratio.
+    """
     from mergekit.merge_methods.base import BatchOptions
 
     from mergekit_ram.host.methods import METHODS

@@ -1,4 +1,6 @@
-"""Problems of recipes, found before a weight is read: all of them at once, and none where there is none."""
+"""Problems of recipes, found before a weight is read: all of them at once, and none where there is
+none.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def assert_told(problems: list[dict[str, str]], where: str, *parts: str) -> None
     assert any(all(part in text for part in parts) for text in said), problems
 
 
-# --- Each kind of problem ------------------------------------------------------------------------------------------
+# --- Each kind of problem -------------------------------------------------------------------------
 
 
 class Workshop:
@@ -527,7 +529,7 @@ def test_file_that_is_no_recipe(content, told, tmp_path):
     assert str(file) in message
 
 
-# --- Shards and indexes --------------------------------------------------------------------------------------------
+# --- Shards and indexes ---------------------------------------------------------------------------
 
 
 def sharded(make_models, directory: Path, **settings) -> Workshop:
@@ -613,7 +615,7 @@ def test_damaged_shards_of_all_models_are_named_at_once(make_models, tmp_path):
     assert all(str(file) in message for file in files)
 
 
-# --- Pickles -------------------------------------------------------------------------------------------------------
+# --- Pickles --------------------------------------------------------------------------------------
 
 
 class Exploit:
@@ -707,7 +709,7 @@ def test_pickles_that_mergekit_loads_are_fine(form, make_models, tmp_path):
     merge(shop.recipe("ramplus"), tmp_path)
 
 
-# --- mergekit-pytorch and mergekit-multi ---------------------------------------------------------------------------
+# --- mergekit-pytorch and mergekit-multi ----------------------------------------------------------
 
 
 def raw_refusal(recipe, directory: Path, *options) -> str:
@@ -843,7 +845,7 @@ def test_steps_without_problems_are_fine(shop, tmp_path, no_weight_is_read):
     check_recipe(MULTI.format(base=shop.base, agents=shop.agents), tmp_path)
 
 
-# --- Models that are not at hand -----------------------------------------------------------------------------------
+# --- Models that are not at hand ------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -948,7 +950,7 @@ def test_lora_merges_where_it_has_a_cache(with_lora, tmp_path):
     assert "model.norm.weight" in merge(with_lora, tmp_path, *cache)
 
 
-# --- Recipes with nothing wrong ------------------------------------------------------------------------------------
+# --- Recipes with nothing wrong -------------------------------------------------------------------
 
 
 def slices(models: Models) -> dict:

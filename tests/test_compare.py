@@ -1,4 +1,6 @@
-"""``mergekit-ram compare``: what each method keeps, against float64 evaluations of models merged by mergekit itself."""
+"""``mergekit-ram compare``: what each method keeps, against float64 evaluations of models merged by
+mergekit itself.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ from mergekit_ram.report.findings import Comparison
 from mergekit_ram.tools.comparison import DEFAULT_METHODS as METHODS
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
-MEASURES = ("unique_retention", "shared_retention", "cosine", "sign_agreement", "norm_ratio")  # fmt: skip
+MEASURES = ("unique_retention", "shared_retention", "cosine", "sign_agreement", "norm_ratio")
 # What compare gives the methods that need it.
 ASSUMED = {
     "ties": {"weight": 1.0, "density": 0.5},
@@ -104,7 +106,7 @@ def check(found, base, agents, merged, epsilon=1e-5) -> None:
     expected = expect(base, agents, merged, epsilon)
     for agent, measures in zip(found.agents, expected, strict=True):
         for name in MEASURES:
-            assert getattr(agent, name) == pytest.approx(measures[name], rel=2e-4, abs=2e-5), name  # fmt: skip
+            assert getattr(agent, name) == pytest.approx(measures[name], rel=2e-4, abs=2e-5), name
     delta = merged - base
     assert found.delta_norm == pytest.approx(np.linalg.norm(delta), rel=1e-5)
     assert found.changed == (np.abs(delta) > epsilon).sum()
@@ -139,7 +141,7 @@ def test_random_method_is_mergekits_own_by_the_seed_and_the_tensors_name(models,
         torch.manual_seed(7 + zlib.crc32(name.encode()))
         tensors = [weights[name] for weights in (models.base, *models.agents)]
         parameters = {"weight": 1.0, "density": 0.5}
-        merged[name] = merge_tensors(tensors, "dare_ties", base_index=0, parameters=parameters)  # fmt: skip
+        merged[name] = merge_tensors(tensors, "dare_ties", base_index=0, parameters=parameters)
     base, *agents = [concatenated(w, names) for w in (models.base, *models.agents)]
     check(found.methods[1], base, agents, concatenated(merged, names))
     again = compare(models.recipe("ram"), tmp_path, *options)
@@ -210,7 +212,7 @@ def test_retention_of_any_tensors_is_the_oracles(
                 (agent.changed_dot, mask),
                 (agent.unique_dot, alone),
             ):
-                assert value == pytest.approx(delta[where] @ tau[where], abs=1e-5 * size)  # fmt: skip
+                assert value == pytest.approx(delta[where] @ tau[where], abs=1e-5 * size)
             for value, where in (
                 (agent.square, slice(None)),
                 (agent.changed_square, mask),
@@ -226,10 +228,10 @@ def test_tensors_wait_for_each_other_only_up_to_a_size(models, tmp_path, monkeyp
     for one, other in zip(found.methods, expected.methods, strict=True):
         for agent, same in zip(one.agents, other.agents):
             for name in MEASURES:
-                assert getattr(agent, name) == pytest.approx(getattr(same, name), rel=1e-5)  # fmt: skip
+                assert getattr(agent, name) == pytest.approx(getattr(same, name), rel=1e-5)
 
 
-# --- Parameters and recipe forms -----------------------------------------------------------------------------------
+# --- Parameters and recipe forms ------------------------------------------------------------------
 
 
 def test_recipes_parameters_are_taken_and_missing_ones_are_told(models, tmp_path):
@@ -276,7 +278,7 @@ def test_filters_without_a_last_value_get_the_assumed_one(models, tmp_path):
     assert found.methods[0].parameters["weight"] == [0.5, 1.0]
 
 
-@pytest.mark.parametrize(("dtype", "out_dtype"), [("bfloat16", None), ("float32", "bfloat16")])  # fmt: skip
+@pytest.mark.parametrize(("dtype", "out_dtype"), [("bfloat16", None), ("float32", "bfloat16")])
 def test_what_would_be_saved_is_measured(dtype, out_dtype, models, tmp_path):
     settings = {"dtype": dtype, "out_dtype": out_dtype}
     names = list(models.base)
@@ -286,7 +288,7 @@ def test_what_would_be_saved_is_measured(dtype, out_dtype, models, tmp_path):
     found = compare(recipe, tmp_path, "--methods", "ramplus,task_arithmetic")
     vectors = [concatenated(weights, names) for weights in (loaded, *agents)]
     for method in found.methods:
-        parameters = method.assumed or ({} if method.method == "ramplus" else {"weight": 1.0})  # fmt: skip
+        parameters = method.assumed or ({} if method.method == "ramplus" else {"weight": 1.0})
         again = models.recipe(method.method, parameters=parameters, **settings)
         directory = tmp_path / method.method
         directory.mkdir()
@@ -307,9 +309,7 @@ def test_slices_are_compared_over_what_they_merge(models, tmp_path):
     def vector(agent: int) -> np.ndarray:
         return np.concatenate(
             [
-                array(
-                    (models.agents[agent] if agent in present(n) else models.base)[n]
-                ).ravel()  # fmt: skip
+                array((models.agents[agent] if agent in present(n) else models.base)[n]).ravel()
                 for n in models.base
             ]
         )
@@ -402,7 +402,7 @@ def test_agent_without_unique_or_changed_elements_has_no_retention(models, tmp_p
     assert "nan" not in text
 
 
-# --- What a person sees --------------------------------------------------------------------------------------------
+# --- What a person sees ---------------------------------------------------------------------------
 
 
 def test_output_fits_80_columns_and_marks_the_best_without_colour(models, tmp_path):
@@ -410,7 +410,7 @@ def test_output_fits_80_columns_and_marks_the_best_without_colour(models, tmp_pa
     assert max(map(len, result.output.splitlines())) <= 80
     assert "\x1b" not in result.output
     table = result.output.split("Unique / shared")[0]
-    rows = {line.split()[0]: line.split() for line in table.splitlines() if line[:1].isalpha()}  # fmt: skip
+    rows = {line.split()[0]: line.split() for line in table.splitlines() if line[:1].isalpha()}
     assert rows.keys() >= set(METHODS)
     assert rows["ram"][1] == "*1.00"
     assert rows["linear"][1] == "0.33"
@@ -424,7 +424,14 @@ def test_json_holds_methods_with_parameters_and_agents(models, tmp_path):
     found = json.loads(path.read_text())
     assert [method["method"] for method in found["methods"]] == list(METHODS)
     for method in found["methods"]:
-        assert {"method", "parameters", "agents", "seconds", "delta_norm", "changed"} <= method.keys()  # fmt: skip
+        assert {
+            "method",
+            "parameters",
+            "agents",
+            "seconds",
+            "delta_norm",
+            "changed",
+        } <= method.keys()
         assert method["seconds"] > 0
         for agent in method["agents"]:
             assert {"model", *MEASURES} <= agent.keys()

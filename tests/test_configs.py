@@ -1,4 +1,6 @@
-"""Configs and ways of reading that mergekit cannot do with: refused by file or option, with what to do instead."""
+"""Configs and ways of reading that mergekit cannot do with: refused by file or option, with what to
+do instead.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +124,7 @@ def test_adapter_in_place_of_a_model_is_pointed_out(named, models, tmp_path):
         assert "1 problem" in message
 
 
-# --- Pickles read lazily --------------------------------------------------------------------------------------------
+# --- Pickles read lazily --------------------------------------------------------------------------
 
 
 def with_gaps(weights):
@@ -177,7 +179,7 @@ def test_pickles_that_lazy_unpickling_reads_are_merged_lazily(models, tmp_path):
     """Also where an entry that is not merged could not be read."""
     expected = checkpoints.read(models[1])
     beside = {"beside": torch.tensor(1.0), "epoch": 3}
-    pickled_as(lambda w: {**{n: t.T.contiguous().T for n, t in w.items()}, **beside}, models)  # fmt: skip
+    pickled_as(lambda w: {**{n: t.T.contiguous().T for n, t in w.items()}, **beside}, models)
     out = tmp_path / "merged"
     result = run(run_yaml.main, tmp_path, models[:2], out, "--lazy-unpickle")
     assert result.exit_code == 0, result.output

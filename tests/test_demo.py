@@ -88,7 +88,9 @@ def test_model_of_zeros_scores_nothing(demo, tmp_path):
 
 
 def test_score_is_that_of_generating_token_by_token(demo):
-    """An independent greedy decoder, one prompt at a time and without padding, finds the same number right."""
+    """An independent greedy decoder, one prompt at a time and without padding, finds the same
+    number right.
+    """
     model_path = demo[0] / "merged" / "ramplus"
     model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)

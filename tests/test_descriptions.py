@@ -1,4 +1,6 @@
-"""Descriptions of files of tensors: the same whatever their format, and of no file a hang or an allocation."""
+"""Descriptions of files of tensors: the same whatever their format, and of no file a hang or an
+allocation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Merges that are killed, run out of disk, or meet damaged weights: an error that says so, and no half a model."""
+"""Merges that are killed, run out of disk, or meet damaged weights: an error that says so, and no
+half a model.
+"""
 
 from __future__ import annotations
 
@@ -208,12 +210,9 @@ LATE = {
     "second shard": lambda: half_written(2),
     "naming shards": lambda: killing(os, "rename", 2),
     "before the config": lambda: killing(transformers.Qwen2Config, "save_pretrained", 1),
-    "after the config": lambda: killing(
-        transformers.Qwen2Config, "save_pretrained", 1, after=True
-    ),
-    "publishing": lambda: killing(os, "rename", 10**6)
-    or killing(os, "replace", 2),
-}  # fmt: skip
+    "after the config": lambda: killing(transformers.Qwen2Config, "save_pretrained", 1, after=True),
+    "publishing": lambda: killing(os, "rename", 10**6) or killing(os, "replace", 2),
+}
 
 
 @pytest.mark.parametrize("moment", LATE)
@@ -277,7 +276,9 @@ def finished(job: Job, old: dict[str, bytes]) -> bool:
 
 @pytest.mark.parametrize("first", [(), ("--out-shard-size", "4K")], ids=["one", "many"])
 @pytest.mark.parametrize("second", [(), ("--out-shard-size", "4K")], ids=["one", "many"])
-@pytest.mark.parametrize("serialization", [(), ("--no-safe-serialization",)], ids=["safe", "pickle"])  # fmt: skip
+@pytest.mark.parametrize(
+    "serialization", [(), ("--no-safe-serialization",)], ids=["safe", "pickle"]
+)
 def test_model_over_another_leaves_none_of_its_weights(
     first, second, serialization, make_models, tmp_path
 ):
@@ -308,7 +309,7 @@ def test_output_may_be_a_link_or_relative(entry, make_models, tmp_path, monkeypa
     job.assert_finished()
 
 
-# --- Disk full -----------------------------------------------------------------------------------------------------
+# --- Disk full ------------------------------------------------------------------------------------
 
 
 def in_little_space(job: Job, limit: int, *options: str) -> tuple[int, str]:
@@ -395,14 +396,14 @@ def test_interrupted_merge_leaves_nothing(make_models, tmp_path, monkeypatch):
     job.assert_nothing_left()
 
 
-# --- Checkpoints damaged while merging -----------------------------------------------------------------------------
+# --- Checkpoints damaged while merging ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", ["removed", "truncated"])
 @pytest.mark.parametrize("entry", ["yaml", "pytorch"])
 def test_file_damaged_while_merging_is_named(entry, damage, make_models, tmp_path, monkeypatch):
     models = make_models(shards=1 if entry == "pytorch" else 3)
-    own = save_models(tmp_path / "own", models.config, models.base, models.agents, shards=3)  # fmt: skip
+    own = save_models(tmp_path / "own", models.config, models.base, models.agents, shards=3)
     job = Job(entry, own, tmp_path)
     if entry == "pytorch":
         file = tmp_path / "1.safetensors"
@@ -438,13 +439,15 @@ def test_file_damaged_while_merging_is_named(entry, damage, make_models, tmp_pat
     job.assert_finished()
 
 
-# --- NaN and infinity ----------------------------------------------------------------------------------------------
+# --- NaN and infinity -----------------------------------------------------------------------------
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def poisoned(models: Models, directory: Path, wrong: dict[int, list[float]]) -> Models:
-    """The models with the values at the start of a tensor of some: −1 the base, 0 the first agent."""
+    """The models with the values at the start of a tensor of some: −1 the
+    base, 0 the first agent.
+    """
     base, agents = dict(models.base), [dict(agent) for agent in models.agents]
     for place, values in wrong.items():
         weights = base if place == -1 else agents[place]

@@ -1,4 +1,6 @@
-"""Files of checkpoints as real life has them: what cannot be read is refused by name, what mergekit merges is merged."""
+"""Files of checkpoints as real life has them: what cannot be read is refused by name, what mergekit
+merges is merged.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def refused(tmp_path) -> str:
     return result.output + checked.output
 
 
-# --- Indexes --------------------------------------------------------------------------------------------------------
+# --- Indexes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_links_of_the_hubs_cache_to_its_blobs_are_files(models, tmp_path):
     assert merged(tmp_path).exit_code == 0
 
 
-# --- Damaged headers ------------------------------------------------------------------------------------------------
+# --- Damaged headers ------------------------------------------------------------------------------
 
 
 def safetensors_file(header, data=b"\0" * 8, length=None) -> bytes:
@@ -161,7 +163,7 @@ def test_index_of_more_than_200_megabytes_is_refused_without_reading_it(models, 
     assert str(index) in refused(tmp_path)
 
 
-# --- Quantized weights ----------------------------------------------------------------------------------------------
+# --- Quantized weights ----------------------------------------------------------------------------
 
 QUANTIZED = {
     "float8": ({"l.weight": torch.ones(4, 4).to(F8)}, {}),
@@ -172,7 +174,7 @@ QUANTIZED = {
     "scale elsewhere": ({"l.weight": torch.ones(4)}, {"l.weight_scale_inv": torch.ones(1)}),
     "gptq": ({"l.qweight": torch.ones(4).int()}, {"l.qzeros": torch.ones(1).int()}),
     "bitsandbytes": ({"l.weight": torch.ones(4)}, {"l.weight.absmax": torch.ones(1)}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin", "pt"])
@@ -232,7 +234,7 @@ def test_leftover_quantization_config_is_warned_of_and_left_out(which, models, t
     assert told[0] in report["warnings"]
 
 
-# --- Pickles --------------------------------------------------------------------------------------------------------
+# --- Pickles --------------------------------------------------------------------------------------
 
 BESIDE = {
     "bool": torch.tensor([True, False]),

@@ -1,4 +1,6 @@
-"""Random whole recipes on random checkpoints: the oracle's result, or one clear error. No false alarm, nothing half done."""
+"""Random whole recipes on random checkpoints: the oracle's result, or one clear error. No false
+alarm, nothing half done.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +114,8 @@ class Case:
 NORM = "model.norm.weight"
 
 
-# Each oddity breaks, or only strains, some files or the recipe of a case; it returns what an error has to say, if there
-# has to be one.
+# Each oddity breaks, or only strains, some files or the recipe of a case; it returns what an error
+# has to say, if there has to be one.
 
 
 def missing_tensor(case: Case, chance: random.Random) -> list[str]:
@@ -194,7 +196,7 @@ def corrupt_config(case: Case, chance: random.Random) -> list[str]:
 def agent_twice(case: Case, chance: random.Random) -> list[str]:
     i = chance.randrange(len(case.models.agents))
     path = case.models.agent_paths[i]
-    case.recipe["models"].append({"model": chance.choice([path, path.replace("/m", "/./m")])})  # fmt: skip
+    case.recipe["models"].append({"model": chance.choice([path, path.replace("/m", "/./m")])})
     return ["same model", path]
 
 
@@ -286,7 +288,10 @@ def recipes(draw, directory: Path, *, broken: bool) -> Case:
     ]
     copied = {}
     if raw:
-        extra = {"empty": torch.zeros(0, 3, dtype=dtypes[0]), "number": torch.tensor(1.5, dtype=dtypes[0])}  # fmt: skip
+        extra = {
+            "empty": torch.zeros(0, 3, dtype=dtypes[0]),
+            "number": torch.tensor(1.5, dtype=dtypes[0]),
+        }
         base, *changed = [{**weights, **extra} for weights in (base, *changed)]
         copied = {"steps": torch.tensor(7)}
     models = save(directory, config, base, changed, raw, shards, pickled, copied)

@@ -1,4 +1,6 @@
-"""What is not finite, many agents, and arguments that no merge can use: alike in counting and merging, on every path."""
+"""What is not finite, many agents, and arguments that no merge can use: alike in counting and
+merging, on every path.
+"""
 
 from __future__ import annotations
 
@@ -358,7 +360,7 @@ def test_overflows_are_picklable():
     )
 
 
-# --- Whole merges ---------------------------------------------------------------------------------------------------
+# --- Whole merges ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,6 @@
-"""What the plugin does to mergekit's functions and to the process: other plugins, early imports, garbage, exceptions."""
+"""What the plugin does to mergekit's functions and to the process: other plugins, early imports,
+garbage, exceptions.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def write_recipe(directory, base, *agents, **entries) -> str:
     return str(file)
 
 
-# --- Exceptions -----------------------------------------------------------------------------------------------------
+# --- Exceptions -----------------------------------------------------------------------------------
 
 EXAMPLES = {
     "NonFiniteError": ([1, 0, 2],),
@@ -88,7 +90,7 @@ def test_every_exception_comes_back_from_a_pickle_the_same(kind):
     assert (str(back), back.args, vars(back)) == (str(error), error.args, vars(error))
 
 
-# --- Hooks ----------------------------------------------------------------------------------------------------------
+# --- Hooks ----------------------------------------------------------------------------------------
 
 PLUGIN = """
     import functools, mergekit.merge
@@ -168,7 +170,7 @@ def test_reloaded_module_is_extended_again():
     assert result.stdout.strip() == "True", result.stderr
 
 
-# --- Garbage --------------------------------------------------------------------------------------------------------
+# --- Garbage --------------------------------------------------------------------------------------
 
 
 def state():
@@ -207,7 +209,7 @@ def test_only_a_command_that_ends_with_the_merge_spares_its_imports(command, fro
         gc.unfreeze()
 
 
-# --- Whatever a recipe may name merges on Ray as it does here -------------------------------------------------------
+# --- Whatever a recipe may name merges on Ray as it does here -------------------------------------
 
 
 @pytest.fixture(scope="module")

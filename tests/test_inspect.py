@@ -1,4 +1,6 @@
-"""``mergekit-ram inspect`` on whole recipes, against counts that the float64 oracle takes from the same checkpoints."""
+"""``mergekit-ram inspect`` on whole recipes, against counts that the float64 oracle takes from the
+same checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -253,7 +255,7 @@ def test_exact_option_measures_all_of_a_large_tensor(tmp_path):
     assert "of them sampled" in text
 
 
-# --- Recipe forms --------------------------------------------------------------------------------------------------
+# --- Recipe forms ---------------------------------------------------------------------------------
 
 
 def test_slices_count_each_agent_where_it_is_merged(models, tmp_path):
@@ -381,14 +383,16 @@ def test_examples_of_the_project_can_be_inspected(tmp_path, monkeypatch):
     from test_recipes import EXAMPLES, ROOT
 
     script = ROOT / "example_yamls" / "make_agents.py"
-    subprocess.run([sys.executable, script, "agents"], cwd=tmp_path, check=True, capture_output=True)  # fmt: skip
+    subprocess.run(
+        [sys.executable, script, "agents"], cwd=tmp_path, check=True, capture_output=True
+    )
     monkeypatch.chdir(tmp_path)
     for file in EXAMPLES:
         result = CliRunner().invoke(cli.main, ["inspect", str(file), "--quiet"])
         assert result.exit_code == 0, f"{file}: {result.output}"
 
 
-# --- What a person sees --------------------------------------------------------------------------------------------
+# --- What a person sees ---------------------------------------------------------------------------
 
 
 def test_output_fits_80_columns_and_needs_no_colour(models, tmp_path):
@@ -399,7 +403,15 @@ def test_output_fits_80_columns_and_needs_no_colour(models, tmp_path):
     changed = expect(models.base, models.agents).changed
     for name, count in zip(("agent0", "agent1", "agent2"), changed):
         assert re.search(rf"^{name} +{count:,} ", result.output, re.MULTILINE)
-    for title in ("Agents", "Pairs of agents", "Magnitudes", "by epsilon", "by layer", "by module type", "Verdict"):  # fmt: skip
+    for title in (
+        "Agents",
+        "Pairs of agents",
+        "Magnitudes",
+        "by epsilon",
+        "by layer",
+        "by module type",
+        "Verdict",
+    ):
         assert title in result.output
 
 
@@ -447,7 +459,7 @@ def test_verdict_says_where_epsilon_matters(models, tmp_path):
     made = save_models(tmp_path / "made", models.config, models.base, [small])
     text = words(run("inspect", made.recipe("ram"), tmp_path).output)
     assert "at 1e-4 instead of 1e-5 100% of the updates would no longer count" in text
-    text = words(run("inspect", made.recipe("ram"), tmp_path, "--epsilon", "1e-4").output)  # fmt: skip
+    text = words(run("inspect", made.recipe("ram"), tmp_path, "--epsilon", "1e-4").output)
     assert "no agent changed any element" in text
 
 
@@ -474,12 +486,21 @@ def test_json_keys_are_those_of_the_report(models, tmp_path):
     found = json.loads(path.read_text())
     assert {"agents", "pairwise_shared", "sign_conflicts", "layers"} <= found.keys()
     for agent in found["agents"]:
-        assert {"model", "total", "changed", "unique", "shared", "overlap_histogram", "rho", "lambda"} <= agent.keys()  # fmt: skip
+        assert {
+            "model",
+            "total",
+            "changed",
+            "unique",
+            "shared",
+            "overlap_histogram",
+            "rho",
+            "lambda",
+        } <= agent.keys()
         assert sum(agent["overlap_histogram"]) == agent["changed"]
 
 
 def test_plots_are_drawn(models, tmp_path):
-    result = run("inspect", models.recipe("ram"), tmp_path, "--plots", str(tmp_path / "plots"))  # fmt: skip
+    result = run("inspect", models.recipe("ram"), tmp_path, "--plots", str(tmp_path / "plots"))
     assert result.exit_code == 0, result.output
     drawn = {path.name for path in (tmp_path / "plots").iterdir()}
     names = ("overlap", "overlap_histogram", "layers", "magnitudes", "epsilon")
@@ -497,7 +518,7 @@ def test_plots_without_matplotlib_say_how_to_get_it(command, models, tmp_path, m
         lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest),
     )
     monkeypatch.setattr(checkpoints, "load_file", None)
-    result = run(command, models.recipe("ram"), tmp_path, "--plots", str(tmp_path / "plots"))  # fmt: skip
+    result = run(command, models.recipe("ram"), tmp_path, "--plots", str(tmp_path / "plots"))
     assert result.exit_code == 1
     assert "pip install 'mergekit-ram[plots]'" in result.output
     assert not (tmp_path / "plots").exists()
@@ -517,7 +538,7 @@ def test_help_imports_nothing_heavy():
 @pytest.mark.parametrize("command", ["inspect", "compare"])
 def test_mergekits_options_are_taken(command):
     text = CliRunner().invoke(cli.main, [command, "--help"]).output
-    for option in ("--trust-remote-code", "--read-to-gpu", "--lora-merge-cache", "--num-threads"):  # fmt: skip
+    for option in ("--trust-remote-code", "--read-to-gpu", "--lora-merge-cache", "--num-threads"):
         assert option in text
 
 
@@ -531,7 +552,7 @@ def test_file_that_is_no_recipe_is_told(content, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["inspect", "compare"])
-@pytest.mark.parametrize("fault", ["no base", "not a recipe", "no such method", "missing tensor"])  # fmt: skip
+@pytest.mark.parametrize("fault", ["no base", "not a recipe", "no such method", "missing tensor"])
 def test_faults_are_messages(command, fault, models, tmp_path):
     recipe, told = models.recipe("ties", parameters={"weight": 1.0}), "no base_model"
     if fault == "no base":
@@ -572,4 +593,4 @@ def test_percentages_never_hide_a_few_or_a_missing_one():
     parts = (0, 1, 1e-6, 0.00123, 0.0321, 0.5, 0.9951, 0.999999)
     texts = ("0%", "100%", "<0.01%", "0.12%", "3.2%", "50%", "99.5%", ">99.99%")
     assert tuple(map(percent, parts)) == texts
-    assert [power(v) for v in (1e-5, 3e-4, 0.1, 1.5e-5)] == ["1e-5", "3e-4", "0.1", "1.5e-05"]  # fmt: skip
+    assert [power(v) for v in (1e-5, 3e-4, 0.1, 1.5e-5)] == ["1e-5", "3e-4", "0.1", "1.5e-05"]

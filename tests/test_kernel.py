@@ -34,7 +34,9 @@ def examples(number: int) -> settings:
 
 @dataclass(frozen=True)
 class Case:
-    """One merge. ``exact`` where every sum and product that a decision hangs on is exact in float32."""
+    """One merge. ``exact`` where every sum and product that a decision hangs on is exact in
+    float32.
+    """
 
     base: torch.Tensor
     agents: list[Agent]
@@ -103,7 +105,9 @@ def name(dtype: torch.dtype) -> str:
 def rounding_range(
     case: Case, expected: oracle.Merged, out: torch.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What the float64 evaluation may round to, given the rounding errors of the dtype computed in."""
+    """What the float64 evaluation may round to, given the rounding errors of
+    the dtype computed in.
+    """
     wide = F64 in (case.promoted(), out)
     steps = len(case.agents) + 8
     slack = steps * 2.0 ** (-52 if wide else -24) * expected.magnitude
@@ -151,7 +155,9 @@ def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def grid_tensors(rng, shape, sparsities) -> list[np.ndarray]:
-    """Multiples of 2⁻⁶ that fit every dtype: exact sums, many ties, many task vectors exactly epsilon."""
+    """Multiples of 2⁻⁶ that fit every dtype: exact sums, many ties, many task vectors exactly
+    epsilon.
+    """
     base = rng.integers(-64, 65, shape) / 64
     base = np.where(rng.random(shape) < 0.1, -0.0, base)
     agents = [base + rng.integers(-3, 4, shape) / 64 for _ in sparsities]
@@ -247,7 +253,9 @@ def cases(draw, dtypes=DTYPES) -> Case:
 def realistic(
     shape=(64, 257), agents: int = 3, dtype=BF16, change: float = 1e-3, seed: int = 0
 ) -> Case:
-    """Weights of size 0.02, a third of which every agent changes by ``change`` of their size, ± a factor."""
+    """Weights of size 0.02, a third of which every agent changes by ``change`` of their size, ± a
+    factor.
+    """
     rng = np.random.default_rng(seed)
     base = torch.tensor(rng.normal(0, 0.02, shape)).to(dtype)
     tensors = []

@@ -1,4 +1,6 @@
-"""Tensors are loaded as mergekit loads them, and the operating system is asked to read ahead what it has not read."""
+"""Tensors are loaded as mergekit loads them, and the operating system is asked to read ahead what
+it has not read.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The output directory: the old model whole or the new one whole, one merge at a time, nothing of others touched."""
+"""The output directory: the old model whole or the new one whole, one merge at a time, nothing of
+others touched.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def forget_loaders():
     LoaderCache().loaders.clear()
 
 
-# --- Publishing -----------------------------------------------------------------------------------------------------
+# --- Publishing -----------------------------------------------------------------------------------
 
 
 def fail_at(monkeypatch, name: str, call: int, number: int) -> list[int]:
@@ -257,7 +259,7 @@ def test_links_are_replaced_and_not_followed(tmp_path):
     assert read(elsewhere) == {"model.safetensors": "theirs"}
 
 
-# --- One merge at a time --------------------------------------------------------------------------------------------
+# --- One merge at a time --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("exists", [False, True])
@@ -295,7 +297,7 @@ def test_lock_of_a_killed_merge_does_not_block(exists, tmp_path):
     assert not leftovers(tmp_path)
 
 
-# --- Places that cannot be one --------------------------------------------------------------------------------------
+# --- Places that cannot be one --------------------------------------------------------------------
 
 PLACES = {
     "a file": lambda out: out.write_text("mine"),
@@ -337,7 +339,7 @@ def test_place_that_cannot_be_the_output_is_refused_while_planning(
         out.parent.mkdir()
     PLACES[place](out)
     before = sorted(tmp_path.rglob("*"))
-    arguments = [recipe, str(out)] if command is run_yaml.main else [recipe, "--out", str(out)]  # fmt: skip
+    arguments = [recipe, str(out)] if command is run_yaml.main else [recipe, "--out", str(out)]
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code in (1, 2), result.output
     assert str(out) in result.output.replace("\n", "")
@@ -376,7 +378,7 @@ def test_link_to_a_directory_takes_the_model(recipe, tmp_path):
     assert not leftovers(tmp_path)
 
 
-# --- Job directories of --ray ---------------------------------------------------------------------------------------
+# --- Job directories of --ray ---------------------------------------------------------------------
 
 OWN = (
     "partition.json",

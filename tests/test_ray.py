@@ -1,4 +1,6 @@
-"""Merges on a Ray cluster of several processes: the same bits as without, whoever is killed on the way."""
+"""Merges on a Ray cluster of several processes: the same bits as without, whoever is killed on the
+way.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Recipes as users write them: paths, wrappers' names, layers of the base alone, slips of the pen, files that are none."""
+"""Recipes as users write them: paths, wrappers' names, layers of the base alone, slips of the pen,
+files that are none.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,7 @@ def assert_merged(output, models, epsilon=1e-5):
         assert torch.allclose(output[name].double(), tensor.double() + mean, atol=1e-6)
 
 
-# --- Paths ----------------------------------------------------------------------------------------------------------
+# --- Paths ----------------------------------------------------------------------------------------
 
 NAMES = ("my model", "a#b", "it's", "tab\there", "größe ∆", 'say "yes"', "a: b")
 
@@ -141,7 +143,7 @@ def test_path_with_a_plus_is_told_how_to_be_written_and_then_merges(tmp_path):
     assert_merged(everywhere(tmp_path / "again", report["recipe"]), models)
 
 
-# --- Names of architectures -----------------------------------------------------------------------------------------
+# --- Names of architectures -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["FSDPQwen2ForCausalLM", "DeepSpeedQwen2ForCausalLM"])
@@ -168,7 +170,7 @@ def test_other_architecture_is_told_how_to_be_overridden(tmp_path):
     assert "--allow-crimes" in result.output
 
 
-# --- Layers of the base alone ---------------------------------------------------------------------------------------
+# --- Layers of the base alone ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -192,7 +194,7 @@ def test_slices_of_the_base_alone_go_through(empty, method, tmp_path):
     assert not torch.equal(output[merged], models[0][merged])
 
 
-# --- Slips of the pen -----------------------------------------------------------------------------------------------
+# --- Slips of the pen -----------------------------------------------------------------------------
 
 
 def warnings_of(tmp_path, caplog, method, **parameters):
@@ -231,7 +233,7 @@ def test_parameters_of_ties_and_dare_are_not_warned_of(method, tmp_path, caplog)
     assert not [w for w in told if any(name in w for name in parameters)]
 
 
-# --- What is no recipe ----------------------------------------------------------------------------------------------
+# --- What is no recipe ----------------------------------------------------------------------------
 
 MALFORMED = {
     "bad YAML": ("merge_method: ram\nmodels: [\n", "line"),

@@ -1,4 +1,6 @@
-"""Whole merges of small real checkpoints, through every entry point, against the float64 oracle tensor by tensor."""
+"""Whole merges of small real checkpoints, through every entry point, against the float64 oracle
+tensor by tensor.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ RESCALING = ("r", "alpha", "ratio")
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
-# --- What a merge should give --------------------------------------------------------------------------------------
+# --- What a merge should give ---------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -65,7 +67,9 @@ def plan(
     agents: Sequence[Weights],
     parameters: Mapping | Callable[[str], Mapping] | None = None,
 ) -> Plan:
-    """Every tensor of the base with every agent's. An agent without a tensor counts as one that left it as it is."""
+    """Every tensor of the base with every agent's. An agent without a tensor counts as one that
+    left it as it is.
+    """
     of = parameters if callable(parameters) else lambda _: parameters or {}
     return {
         name: Planned(tensor, [agent.get(name, tensor) for agent in agents], of(name))
@@ -91,7 +95,7 @@ class Expected:
         error = np.abs(array(got) - self.merged.value)
         allowed = (2.0**-50 if self.wide else 2.0**-22) * self.merged.magnitude
         if self.dtype != F64:
-            allowed = allowed + 0.51 * oracle.ulp(self.merged.value, dtype_name(self.dtype))  # fmt: skip
+            allowed = allowed + 0.51 * oracle.ulp(self.merged.value, dtype_name(self.dtype))
         wrong = (error > allowed) & ~self.merged.contested
         assert not wrong.any(), (
             f"{name}: {wrong.sum()} of {wrong.size} elements are wrong, "
@@ -187,13 +191,15 @@ def layer_of(name: str) -> int | None:
 
 
 def gradient(values: Sequence[float], name: str, layers: int) -> float:
-    """A gradient's value in one tensor; what stands before and after the layers takes the first value."""
+    """A gradient's value in one tensor; what stands before and after the layers takes the first
+    value.
+    """
     layer = layer_of(name)
     t = 0 if layer is None else layer / (layers - 1)
     return float(np.interp(t, np.linspace(0, 1, len(values)), values))
 
 
-# --- Checkpoints and merges ----------------------------------------------------------------------------------------
+# --- Checkpoints and merges -----------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -267,7 +273,9 @@ def save_models(directory: Path, config, base: Weights, agents, shards=1, pickle
 
 @pytest.fixture(autouse=True)
 def forget_loaders():
-    """Mergekit keeps every checkpoint it has opened; relative paths mean other files in the next test."""
+    """Mergekit keeps every checkpoint it has opened; relative paths mean other files in the next
+    test.
+    """
     yield
     LoaderCache().loaders.clear()
     raw_pytorch.SimpleLoaderCache().loaders.clear()
@@ -289,7 +297,9 @@ def invoke_refused(command, *arguments) -> str:
 
 
 def slice_recipe(recipe: dict, models: Models, places: Sequence[tuple]) -> None:
-    """Have a recipe take slices: for each, the layers ``[first, last + 1]`` of the base and of some agents."""
+    """Have a recipe take slices: for each, the layers ``[first, last + 1]`` of the base and of some
+    agents.
+    """
     del recipe["models"]
     recipe["slices"] = [
         {
@@ -410,7 +420,7 @@ def test_model_wide_ratio_differs_visibly_from_tensor_local_and_from_one_tensor_
     planned = plan(models.base, models.agents, STRONG)
     wide = expect("ramplus", planned)
     local = expect("ramplus_tl", planned)
-    twice = expect("ramplus", {**planned, "again": planned["model.embed_tokens.weight"]})  # fmt: skip
+    twice = expect("ramplus", {**planned, "again": planned["model.embed_tokens.weight"]})
     for other in (local, twice):
         name = "model.layers.0.mlp.up_proj.weight"
         output = torch.from_numpy(other[name].merged.value).to(F32)
@@ -418,7 +428,7 @@ def test_model_wide_ratio_differs_visibly_from_tensor_local_and_from_one_tensor_
             wide[name].check(name, output)
 
 
-# --- Example recipes -----------------------------------------------------------------------------------------------
+# --- Example recipes ------------------------------------------------------------------------------
 
 LAYERS = 4
 NAMES = ("coder", "tool_user", "reader")
@@ -527,7 +537,9 @@ def test_example_recipe_gives_what_it_says(file, example, tmp_path, monkeypatch)
 
 
 def check_like_the_authors(authors, output: Weights, base: Weights, agents) -> None:
-    """Equal to the authors' formulas, rounded to bfloat16, wherever float32 decides as float64 does."""
+    """Equal to the authors' formulas, rounded to bfloat16, wherever float32 decides as float64
+    does.
+    """
     arrays = [
         {name: array(tensor) for name, tensor in weights.items()} for weights in (base, *agents)
     ]
@@ -541,7 +553,7 @@ def test_mergekit_yaml_command_merges_an_example_that_transformers_loads(example
     directory, base, agents = example
     recipe = ROOT / "example_yamls" / "ramplus.yml"
     text = run_command(script("mergekit-yaml"), recipe, tmp_path / "merged", "-v", cwd=directory)
-    check(checkpoints.read(tmp_path / "merged"), expect_example("ramplus", base, agents))  # fmt: skip
+    check(checkpoints.read(tmp_path / "merged"), expect_example("ramplus", base, agents))
     assert logged_counts(text) == true_counts(plan(base, agents))
     assert "Measuring overlap" in text
 
@@ -551,7 +563,7 @@ def test_mergekit_yaml_command_merges_an_example_that_transformers_loads(example
     assert model.dtype == BF16 and logits.isfinite().all()
 
 
-# --- Checkpoints of all kinds --------------------------------------------------------------------------------------
+# --- Checkpoints of all kinds ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -586,7 +598,7 @@ def test_checkpoint_merges_whatever_its_architecture_and_files(
     ],
     ids=" ".join,
 )
-def test_merge_options_do_not_change_the_result(options, make_models, tmp_path, monkeypatch):  # fmt: skip
+def test_merge_options_do_not_change_the_result(options, make_models, tmp_path, monkeypatch):
     # It can be set once in a process, and other tests may have done so.
     monkeypatch.setattr(torch, "set_num_interop_threads", lambda threads: None)
     models = make_models("llama", tied=False, pickle=True)
@@ -639,7 +651,7 @@ DTYPES = {
 
 @pytest.mark.parametrize("method", ["ram", "ramplus"])
 @pytest.mark.parametrize("case", DTYPES)
-def test_result_is_rounded_once_to_the_output_dtype(case, method, make_models, tmp_path):  # fmt: skip
+def test_result_is_rounded_once_to_the_output_dtype(case, method, make_models, tmp_path):
     dtypes, dtype, out_dtype = DTYPES[case]
     models = make_models("qwen2", dtypes=dtypes)
     recipe = models.recipe(method)
@@ -653,7 +665,9 @@ def test_result_is_rounded_once_to_the_output_dtype(case, method, make_models, t
 
 
 def test_builtin_recipes_give_the_builtin_result(make_models, tmp_path):
-    """Mergekit's own methods in a process without the plugin, the plugin's in this one, on the same recipes."""
+    """Mergekit's own methods in a process without the plugin, the plugin's in this one, on the same
+    recipes.
+    """
     models = make_models("qwen2", tied=False)
     recipes = {
         "ram": models.recipe("ram", parameters={"epsilon": "5e-3"}, dtype="float32"),
@@ -692,7 +706,7 @@ def test_builtin_recipes_give_the_builtin_result(make_models, tmp_path):
             assert bool((error <= tolerance * size).all()), (name, tensor)
 
 
-# --- Parameters ----------------------------------------------------------------------------------------------------
+# --- Parameters -----------------------------------------------------------------------------------
 
 
 def test_filters_and_gradients_reach_every_parameter(make_models, tmp_path):
@@ -740,7 +754,7 @@ def test_filters_and_gradients_reach_every_parameter(make_models, tmp_path):
     check(output, expect("ramplus", plan(models.base, models.agents, parameters_of)))
 
 
-def test_epsilon_by_filter_counts_each_tensor_with_its_own(make_models, tmp_path, caplog):  # fmt: skip
+def test_epsilon_by_filter_counts_each_tensor_with_its_own(make_models, tmp_path, caplog):
     models = make_models()
     epsilon = [{"filter": "mlp", "value": 2e-2}, {"value": 1e-2}]
     recipe = models.recipe("ramplus", parameters={**STRONG, "epsilon": epsilon})
@@ -775,7 +789,7 @@ def test_base_among_the_models_is_no_agent(make_models, tmp_path):
     )
 
 
-def test_weights_without_normalization_scale_before_the_threshold(make_models, tmp_path):  # fmt: skip
+def test_weights_without_normalization_scale_before_the_threshold(make_models, tmp_path):
     models = make_models()
     weight = [0.25, 1.0, -2.0]
     recipe = models.recipe(
@@ -807,7 +821,7 @@ def test_ties_and_dare_recipes_need_only_another_method(written_for, method, mak
             {
                 "density": 0.33,
                 "weight": [{"filter": "mlp", "value": 0.5}, {"value": 0}],
-            },  # fmt: skip
+            },
         ],
         parameters=TIES_AND_DARE[written_for],
         dtype="bfloat16",
@@ -835,7 +849,7 @@ def test_ties_and_dare_recipes_need_only_another_method(written_for, method, mak
     check(output, expect(method, planned, dtype=BF16))
 
 
-# --- Parameters that no merge can use ------------------------------------------------------------------------------
+# --- Parameters that no merge can use -------------------------------------------------------------
 
 NAN, INFINITE = float("nan"), float("inf")
 INVALID = [
@@ -951,7 +965,7 @@ def test_agents_are_needed_only_where_there_is_a_base(make_models, tmp_path):
     assert "no base_model" in refusal(recipe, tmp_path)
 
 
-# --- Slices, modules, tokenizers -----------------------------------------------------------------------------------
+# --- Slices, modules, tokenizers ------------------------------------------------------------------
 
 
 def test_layer_used_twice_counts_once_per_output_tensor(make_models, tmp_path, caplog):
@@ -975,7 +989,7 @@ def test_layer_used_twice_counts_once_per_output_tensor(make_models, tmp_path, c
         for layer, source in enumerate(sources):
             for name, tensor in weights.items():
                 if layer_of(name) == source:
-                    result[name.replace(f"layers.{source}.", f"layers.{layer}.")] = tensor  # fmt: skip
+                    result[name.replace(f"layers.{source}.", f"layers.{layer}.")] = tensor
         return result
 
     planned = plan(stacked(models.base), [stacked(a) for a in models.agents], STRONG)
@@ -1030,7 +1044,9 @@ TOKENS = ["<|endoftext|>", *(f"token{i}" for i in range(1, 48))]
 
 @pytest.fixture(scope="module")
 def spoken(tmp_path_factory) -> Models:
-    """A base of 48 tokens, an agent with the same in another order and one more, and an agent like the base."""
+    """A base of 48 tokens, an agent with the same in another order and one more, and an agent like
+    the base.
+    """
     directory = tmp_path_factory.mktemp("spoken")
     config, base = checkpoints.make_base("qwen2", tied=False)
     agents = [checkpoints.change(base, seed) for seed in (1, 2)]
@@ -1046,9 +1062,7 @@ def spoken(tmp_path_factory) -> Models:
         agents,
         checkpoints.save(directory / "base", config, base, tokens=TOKENS),
         [
-            checkpoints.save(
-                directory / "wide", wider, stored, tokens=[*shuffled, "tool"]
-            ),  # fmt: skip
+            checkpoints.save(directory / "wide", wider, stored, tokens=[*shuffled, "tool"]),
             checkpoints.save(directory / "same", config, agents[1], tokens=TOKENS),
         ],
     )
@@ -1085,7 +1099,7 @@ def test_tokenizer_settings_align_vocabularies_before_counting(
             result[name] = torch.cat([tensor, padding])
         return result
 
-    planned = plan(aligned(spoken.base), [aligned(a) for a in spoken.agents], parameters)  # fmt: skip
+    planned = plan(aligned(spoken.base), [aligned(a) for a in spoken.agents], parameters)
     recipe = spoken.recipe(method, parameters=parameters, **settings)
     with caplog.at_level(logging.INFO, "mergekit_ram"):
         output = merge(recipe, tmp_path)
@@ -1095,7 +1109,7 @@ def test_tokenizer_settings_align_vocabularies_before_counting(
     check(output, expect(method, planned))
 
 
-# --- The model-wide ratio: which tensors count, through every entry point ------------------------------------------
+# --- The model-wide ratio: which tensors count, through every entry point -------------------------
 
 
 def test_tied_weights_count_once(make_models, tmp_path, caplog):
@@ -1127,9 +1141,7 @@ def test_agent_with_tied_weights_lends_its_embedding_to_an_untied_head(make_mode
 def test_optional_tensor_counts_where_it_is_merged(lacking, method, make_models, tmp_path, caplog):
     models = make_models("glm4", tied=False)
     weights = [
-        {
-            n: t for n, t in w.items() if i not in lacking or not n.endswith("k_proj.bias")
-        }  # fmt: skip
+        {n: t for n, t in w.items() if i not in lacking or not n.endswith("k_proj.bias")}
         for i, w in enumerate([models.base, *models.agents])
     ]
     models = save_models(tmp_path, models.config, weights[0], weights[1:])
@@ -1170,7 +1182,10 @@ def state_dicts(models: Models) -> tuple[Weights, list[Weights]]:
     """Weights with what else a state dict holds: a counter, an empty tensor, a single number."""
     extra = {"steps": torch.tensor(7), "empty": torch.zeros(0, 4)}
     scale = {"scale": torch.tensor(0.5)}
-    agents = [{**agent, **extra, "scale": scale["scale"] + 0.25 * i} for i, agent in enumerate(models.agents)]  # fmt: skip
+    agents = [
+        {**agent, **extra, "scale": scale["scale"] + 0.25 * i}
+        for i, agent in enumerate(models.agents)
+    ]
     return {**models.base, **extra, **scale}, agents
 
 
@@ -1190,7 +1205,7 @@ def raw_recipe(
     agents,
     method: str,
     suffix=".safetensors",
-    **parameters,  # fmt: skip
+    **parameters,
 ) -> dict:
     files = [
         checkpoints.save_state_dict(directory / f"{name}{suffix}", weights)
@@ -1212,7 +1227,7 @@ def merge_raw(recipe: Mapping, directory: Path, *options: str) -> Weights:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-def test_mergekit_pytorch_merges_state_dicts(suffix, method, make_models, tmp_path, caplog):  # fmt: skip
+def test_mergekit_pytorch_merges_state_dicts(suffix, method, make_models, tmp_path, caplog):
     base, agents = state_dicts(make_models())
     parameters = {} if method == "ram" else STRONG
     planned = plan(floating(base), agents, parameters)
@@ -1347,7 +1362,7 @@ def test_merge_tensors_takes_the_ratio_of_its_only_group(method, make_models):
     models = make_models()
     parameters = {} if method == "ram" else STRONG
     name = "model.layers.1.mlp.up_proj.weight"
-    tensors = [weights[name] for weights in (models.agents[0], models.base, *models.agents[1:])]  # fmt: skip
+    tensors = [weights[name] for weights in (models.agents[0], models.base, *models.agents[1:])]
     before = [tensor.clone() for tensor in tensors]
     output = merge_tensors(tensors, method, base_index=1, parameters=parameters)
     planned = {name: plan(models.base, models.agents, parameters)[name]}
@@ -1391,7 +1406,7 @@ def test_evolve_searches_the_weights_of_agents(method, settings, make_models):
     check(output, expect(method, planned, dtype=BF16))
 
 
-# --- Counts belong to one merge ------------------------------------------------------------------------------------
+# --- Counts belong to one merge -------------------------------------------------------------------
 
 
 def recipes_of_pairs(models: Models) -> list[tuple[dict, Plan]]:
@@ -1461,7 +1476,7 @@ def test_merge_state_dicts_in_threads_share_no_counts(make_models):
         check(output, expect("ramplus", planned))
 
 
-# --- Degenerate agents ---------------------------------------------------------------------------------------------
+# --- Degenerate agents ----------------------------------------------------------------------------
 
 
 def degenerate(name: str, base: Weights) -> list[Weights]:
@@ -1511,13 +1526,13 @@ def test_degenerate_agents_have_a_defined_result(case, method, make_models, tmp_
     assert all(tensor.isfinite().all() for tensor in output.values())
     check(output, expect(method, plan(models.base, agents, parameters)))
     ours = ("mergekit_ram", "torch", "numpy")
-    assert not [w for w in warned if any(f"{os.sep}{part}{os.sep}" in w.filename for part in ours)]  # fmt: skip
+    assert not [w for w in warned if any(f"{os.sep}{part}{os.sep}" in w.filename for part in ours)]
     # At most one an agent, however many tensors there are.
     logged = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert sum(r.name.startswith("mergekit_ram") for r in logged) <= len(agents)
 
 
-# --- Many GPUs -----------------------------------------------------------------------------------------------------
+# --- Many GPUs ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""``ram_report.json``, the card's section and the warnings of whole merges, against the oracle's counts."""
+"""``ram_report.json``, the card's section and the warnings of whole merges, against the oracle's
+counts.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,7 @@ def strong(method: str) -> dict:
     return {} if method == "ram" else STRONG
 
 
-# --- Numbers -------------------------------------------------------------------------------------------------------
+# --- Numbers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -246,12 +248,12 @@ def test_options_do_not_change_the_report(options, make_models, tmp_path, monkey
     check_numbers(report, plan(models.base, models.agents), "ramplus")
 
 
-# --- Cost ----------------------------------------------------------------------------------------------------------
+# --- Cost -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("method", "counted", "loads"), [("ram", 0, 1), ("ramplus", 1, 2), ("ramplus_tl", 1, 1)]
-)  # fmt: skip
+)
 def test_report_takes_no_pass_of_its_own(
     method, counted, loads, make_models, tmp_path, monkeypatch
 ):
@@ -281,7 +283,7 @@ def test_report_takes_no_pass_of_its_own(
         assert passes["load"].count(load) == loads, load
 
 
-# --- Card ----------------------------------------------------------------------------------------------------------
+# --- Card -----------------------------------------------------------------------------------------
 
 
 def table(card: str) -> list[list[str]]:
@@ -321,7 +323,7 @@ def test_other_methods_have_no_report(make_models, tmp_path):
     assert not (tmp_path / "merged" / FILE).exists()
 
 
-# --- Privacy -------------------------------------------------------------------------------------------------------
+# --- Privacy --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -382,7 +384,7 @@ def test_recipe_that_names_the_home_keeps_its_names(at_home, tmp_path):
     ]
 
 
-# --- Warnings ------------------------------------------------------------------------------------------------------
+# --- Warnings -------------------------------------------------------------------------------------
 
 
 def warnings_of(recipe: Mapping, directory: Path, caplog) -> list[str]:
@@ -484,7 +486,7 @@ def test_state_dicts_are_warned_of_too(make_models, tmp_path, caplog):
     assert any("float32" in text for text in warnings)
 
 
-# --- The file ------------------------------------------------------------------------------------------------------
+# --- The file -------------------------------------------------------------------------------------
 
 
 def a_report() -> Report:
@@ -532,7 +534,23 @@ def test_json_keys_are_those_that_are_documented(make_models, tmp_path):
     merge(make_models().recipe("ramplus"), tmp_path)
     content = json.loads((tmp_path / "merged" / FILE).read_text())
     assert content["agents"][0].keys() == {
-        "model", "total", "changed", "unique", "shared", "overlap_histogram", "rho", "lambda", "lambda_range",
-    }  # fmt: skip
-    for key in ("schema_version", "versions", "method", "recipe", "pairwise_shared", "sign_conflicts", "layers"):  # fmt: skip
+        "model",
+        "total",
+        "changed",
+        "unique",
+        "shared",
+        "overlap_histogram",
+        "rho",
+        "lambda",
+        "lambda_range",
+    }
+    for key in (
+        "schema_version",
+        "versions",
+        "method",
+        "recipe",
+        "pairwise_shared",
+        "sign_conflicts",
+        "layers",
+    ):
         assert key in content

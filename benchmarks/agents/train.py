@@ -93,8 +93,9 @@ def imitation_loss(model, tokenizer, tasks: Sequence[Task]) -> tuple[Tensor, flo
 def grpo_loss(model, tokenizer, tasks: Sequence[Task]) -> tuple[Tensor | None, float]:
     """Group-relative policy gradient (Shao et al., 2024) on own completions, and their mean reward.
 
-    The reward is the verifier's 0 or 1: no right answer is ever shown to the model. The policy takes
-    one step per batch of completions, so the importance ratio is 1 and nothing is to be clipped.
+    The reward is the verifier's 0 or 1: no right answer is ever shown to the model. The policy
+    takes one step per batch of completions, so the importance ratio is 1 and nothing is to be
+    clipped.
     """
     tasks = [task for task in tasks for _ in range(GROUP)]
     completions = generate(model, tokenizer, [t.prompt for t in tasks], sample=True)
@@ -178,7 +179,9 @@ def train_agent(model, tokenizer, kind: str, family: str, seed: int) -> Qwen2For
 
 
 def train_base_once() -> Path:
-    """The base that all agents start from, trained if it is not there yet. Returns its directory."""
+    """The base that all agents start from, trained if it is not there yet.
+    Returns its directory.
+    """
     finish(RUNS / "base", train_base)
     return RUNS / "base"
 

@@ -1,4 +1,6 @@
-"""What is wrong with a model's ``config.json``, said by file and place, before transformers makes an object of it."""
+"""What is wrong with a model's ``config.json``, said by file and place, before transformers makes
+an object of it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from mergekit_ram.host.references import misread, separator_hint
 _BESIDE = "check the path; a model needs its config.json beside its weights"
 _REMOTE_CODE = "it comes with Python code of its own, without which it cannot be read"
 _TRUST = "look through that code, then allow it to run on this machine with --trust-remote-code"
-_NAME = 'name it there, as in "architectures": ["LlamaForCausalLM"], or by `override_architecture:` in the recipe'
+_NAME = (
+    'name it there, as in "architectures": ["LlamaForCausalLM"], or by '
+    "`override_architecture:` in the recipe"
+)
 
 
 def read_config(model: ModelReference, trust_remote_code: bool) -> tuple[Any, Problem | None]:
@@ -74,7 +79,7 @@ def _architecture_problem(model: ModelReference, config: Any) -> Problem | None:
     if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str):
         return None
     path = os.path.join(model.model.path, "config.json")
-    found = f"its architectures are {names}, not one name" if names else "it names no architecture"  # fmt: skip
+    found = f"its architectures are {names}, not one name" if names else "it names no architecture"
     return Problem(str(model), f"{path}: {found}", _NAME)
 
 

@@ -1,4 +1,6 @@
-"""What is wrong with a recipe file, be it of ``mergekit-yaml``, ``mergekit-multi`` or ``mergekit-pytorch``."""
+"""What is wrong with a recipe file, be it of ``mergekit-yaml``, ``mergekit-multi`` or
+``mergekit-pytorch``.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,11 @@ def check_file(
     tensor_union: bool = False,
     tensor_intersection: bool = False,
 ) -> tuple[str, list[Problem]]:
-    """The merge methods a recipe file uses, and everything that is wrong with it, found without reading a weight.
+    """The merge methods a recipe file uses, and everything that is wrong with it, found without
+    reading a weight.
 
-    A file of several recipes is taken for one of ``mergekit-multi``, one that merges files of weights for one of
-    ``mergekit-pytorch``, whose options the last two arguments are.
+    A file of several recipes is taken for one of ``mergekit-multi``, one that merges files of
+    weights for one of ``mergekit-pytorch``, whose options the last two arguments are.
 
     Args:
         out_path: where the merged model would go, for disk space and for not overwriting an input.
@@ -71,7 +74,8 @@ def _undumpable(recipes: dict[str | None, Recipe]) -> Iterator[Problem]:
             for model in filter(lambda m: not dumpable(m), config.referenced_models()):
                 yield Problem(
                     RECIPE,
-                    f"mergekit-multi cannot take the path {model}, for a space or a quotation mark in it",
+                    f"mergekit-multi cannot take the path {model}, for a space or a quotation "
+                    "mark in it",
                     "give it another name, by a symbolic link say",
                 )
 

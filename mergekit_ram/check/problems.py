@@ -25,7 +25,9 @@ def parameter_problem(refusal: str) -> Problem:
 
 
 def unplannable(error: Exception) -> Problem:
-    """A problem of a recipe that mergekit's planner fails on, be it the recipe's fault or mergekit's."""
+    """A problem of a recipe that mergekit's planner fails on, be it the recipe's fault or
+    mergekit's.
+    """
     if isinstance(error, (RuntimeError, ValueError, OSError)):
         return Problem(
             RECIPE,
@@ -44,7 +46,9 @@ RAW_MERGE = "to merge the files of weights name by name, name them in a recipe o
 
 
 def reason(error: Exception, width: int = 300) -> str:
-    """What an error says, on one line of whole sentences. Configs, which mergekit prints whole, are left out."""
+    """What an error says, on one line of whole sentences. Configs, which mergekit prints whole, are
+    left out.
+    """
     text = " ".join(re.sub(r"\{.*\}", "{…}", str(error), flags=re.DOTALL).split())
     if not isinstance(error, (RuntimeError, ValueError, OSError)) or not text:
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
@@ -65,7 +69,8 @@ def checkpoint_problems(where: str, checkpoint: Checkpoint) -> Iterator[Problem]
         yield Problem(
             where,
             f"it is quantized: {checkpoint.quantization}",
-            "dequantize it first and save float weights; differences of quantized weights mean nothing",
+            "dequantize it first and save float weights; differences of quantized weights mean "
+            "nothing",
         )
 
 

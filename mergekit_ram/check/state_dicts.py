@@ -1,4 +1,6 @@
-"""What is wrong with a recipe of ``mergekit-pytorch``, which merges files of weights without configs."""
+"""What is wrong with a recipe of ``mergekit-pytorch``, which merges files of weights without
+configs.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def raw_problems(
     out_path: str | None,
     lazy: bool = False,
 ) -> list[Problem]:
-    """What is wrong with the files of a ``mergekit-pytorch`` recipe. Shapes are compared once planned.
+    """What is wrong with the files of a ``mergekit-pytorch`` recipe. Shapes are compared once
+    planned.
 
     Args:
         tensor_union: merge every tensor that a model has.
@@ -63,7 +66,8 @@ def raw_problems(
             problems.append(
                 Problem(
                     str(reference),
-                    f"{some(others)} is not a tensor; mergekit-pytorch merges plain dictionaries of tensors only",
+                    f"{some(others)} is not a tensor; mergekit-pytorch merges plain dictionaries "
+                    "of tensors only",
                     "save the tensors without it",
                 )
             )
@@ -77,7 +81,8 @@ def raw_problems(
                     Problem(
                         str(reference),
                         f"{number(missing)} missing: {some(missing)}",
-                        "get the file again, or merge what all files have with --tensor-intersection",
+                        "get the file again, or merge what all files have with "
+                        "--tensor-intersection",
                     )
                 )
     if out_path is not None:
@@ -109,7 +114,9 @@ def require_readable(config: RawPyTorchMergeConfig) -> None:
 
 
 def plannable_raw(config: RawPyTorchMergeConfig) -> RawPyTorchMergeConfig:
-    """The recipe as far as it can be planned: without dtypes, unusable files and the second mention of any."""
+    """The recipe as far as it can be planned: without dtypes, unusable files and the second mention
+    of any.
+    """
     usable = {}
     for model in reversed(config.models):
         file = Checkpoint.of_file(model.model)

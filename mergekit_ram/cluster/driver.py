@@ -1,7 +1,8 @@
-"""Merging on a Ray cluster: workers merge parts of the model into shards, the driver does the rest as mergekit does.
+"""Merging on a Ray cluster: workers merge parts of the model into shards, the driver does the rest
+as mergekit does.
 
-What is finished lies in a hidden directory beside the output until the model is whole, see ``shards``. Ray is
-imported once a merge needs it.
+What is finished lies in a hidden directory beside the output until the model is whole, see
+``shards``. Ray is imported once a merge needs it.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class ClusterOptions(MergeOptions, frozen=True):
     """mergekit's options of a merge that runs on a Ray cluster.
 
     Attributes:
-        ray_address: as ``ray.init`` takes it, ``local`` for a cluster of this machine alone. None takes the cluster
-            that ``RAY_ADDRESS`` names or that runs on this machine, else ``local``.
+        ray_address: as ``ray.init`` takes it, ``local`` for a cluster of this machine alone. None
+            takes the cluster that ``RAY_ADDRESS`` names or that runs on this machine, else
+            ``local``.
         job_directory: where finished parts lie until the model is whole; all machines share it.
     """
 
@@ -160,7 +162,9 @@ def distributed(
 
 @contextlib.contextmanager
 def finished_parts_kept(options: MergeOptions) -> Iterator[None]:
-    """Drop a cluster's finished parts once the block ends without an error; say where they are after one."""
+    """Drop a cluster's finished parts once the block ends without an error; say where they are
+    after one.
+    """
     if not isinstance(options, ClusterOptions):
         yield
         return
@@ -170,7 +174,8 @@ def finished_parts_kept(options: MergeOptions) -> Iterator[None]:
     except BaseException:
         if os.path.isdir(options.job_directory):
             LOG.warning(
-                "Finished parts stay in %s: the same command takes them up. Delete them if you do not go on",
+                "Finished parts stay in %s: the same command takes them up. Delete them if you do "
+                "not go on",
                 options.job_directory,
             )
         raise
@@ -206,7 +211,8 @@ class _Cluster:
         *arguments: Any,
         label: str,
     ) -> list[T]:
-        """Results of a function of job and part, called for every part on some worker, and again if that dies.
+        """Results of a function of job and part, called for every part on some worker, and again if
+        that dies.
 
         Raises:
             MergeError: what a worker refused, or that workers died again and again.

@@ -1,7 +1,9 @@
-"""A merge cut into parts that any process can do: each counts its tensors, or merges and writes them as a shard.
+"""A merge cut into parts that any process can do: each counts its tensors, or merges and writes
+them as a shard.
 
-Everything finished has a manifest of what it was made from, so that whoever does a part again, after a worker or the
-whole merge was killed, finds what is done. Shards are checked by their SHA-256 before they are taken over.
+Everything finished has a manifest of what it was made from, so that whoever does a part again,
+after a worker or the whole merge was killed, finds what is done. Shards are checked by their
+SHA-256 before they are taken over.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from mergekit_ram.method.overlap import GroupOverlap, OverlapCounts, Rescaling
 from mergekit_ram.report.record import MergeRecord, versions
 
 _HASHED_AT_ONCE = 1 << 24
-# Names that a merge gives in its job directory: the partition, manifests, shards, and what a killed process left of them.
+# Names that a merge gives in its job directory: the partition, manifests, shards, and what a killed
+# process left of them.
 _OWN = re.compile(
     r"partition\.json|\d{5}\.(counted|written)\.json|\d{5}\.(pytorch_)?model\.(safetensors|bin)"
     r"|(partition|\d{5})\..*\.partial"
@@ -115,7 +118,8 @@ class Shard(Manifest):
     """A part that was merged and written.
 
     Attributes:
-        file: where, in the job's directory; None if the model has none of the part's tensors, all optional.
+        file: where, in the job's directory; None if the model has none of the part's tensors, all
+            optional.
         tensor_bytes: of the tensors alone.
         overlaps: where merging found them out.
         overflows: by tensor, elements that are not finite though all inputs are.
@@ -179,7 +183,9 @@ class Job:
         tokenizer: TokenizerInfo | None,
         directory: str,
     ) -> Job:
-        """The job of merging what is saved; its directory is made, or found with an earlier try's parts."""
+        """The job of merging what is saved; its directory is made, or found with an earlier try's
+        parts.
+        """
         models = {model for save in saves for model in save.tensor_task.model_order}
         indexes = {model: _index(model) for model in models}
         job = cls(
@@ -196,7 +202,8 @@ class Job:
         return job
 
     def parts(self, saves: Sequence[SaveTensor], dtype: str | None, number: int) -> list[Part]:
-        """About so many parts of about equal bytes, none beyond mergekit's shard size; or those of an earlier try.
+        """About so many parts of about equal bytes, none beyond mergekit's shard size; or those of
+        an earlier try.
 
         Args:
             dtype: of the recipe.
@@ -257,14 +264,16 @@ class Job:
         """
         if versions() != self.versions:
             raise MergeError(
-                f"{platform.node()} runs {_listed(versions())}, the merge {_listed(self.versions)}: install the same "
+                f"{platform.node()} runs {_listed(versions())}, the merge "
+                f"{_listed(self.versions)}: install the same "
                 "versions on all machines"
             )
         places = [index.base_path for index in self.indexes.values()]
         for place in (self.directory, *places):
             if not os.path.isdir(place):
                 raise MergeError(
-                    f"{platform.node()} has no {place}: models and output must lie on storage that all machines share"
+                    f"{platform.node()} has no {place}: models and output must lie on storage "
+                    "that all machines share"
                 )
         if os.path.isdir(self.working_directory):
             os.chdir(self.working_directory)
@@ -396,7 +405,8 @@ def require_own(directory: str) -> None:
     others = [name for name in _names(directory) if not _OWN.fullmatch(name)]
     if others:
         raise MergeError(
-            f"the job directory {directory} holds {some(others)}, which no merge wrote: name an empty or a new one"
+            f"the job directory {directory} holds {some(others)}, which no merge wrote: name an "
+            "empty or a new one"
         )
 
 
@@ -418,7 +428,9 @@ def _names(directory: str) -> list[str]:
 
 
 def cut(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
-    """Cut named sizes, in their order, into runs of at most ``limit`` bytes; what is larger stands alone."""
+    """Cut named sizes, in their order, into runs of at most ``limit`` bytes; what is larger stands
+    alone.
+    """
     parts: list[list[str]] = []
     filled = 0
     for name, size in sizes:

@@ -20,8 +20,9 @@ _COMMANDS = (
 def spare_imports() -> None:
     """In a command's own process, exempt what is there by now from garbage collection.
 
-    That is half a million objects of mergekit's imports. Visiting them takes 0.3 s while merging and 1.3 s when Python
-    ends. In any other process the collector is the caller's and stays as it is.
+    That is half a million objects of mergekit's imports. Visiting them takes 0.3 s while merging
+    and 1.3 s when Python ends. In any other process the collector is the caller's and stays as it
+    is.
     """
     command, _ = os.path.splitext(os.path.basename(sys.argv[0]))
     if command in _COMMANDS and not gc.get_freeze_count():

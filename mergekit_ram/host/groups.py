@@ -1,4 +1,6 @@
-"""One tensor of every model, bound to a method and its parameters: what is counted and what is merged."""
+"""One tensor of every model, bound to a method and its parameters: what is counted and what is
+merged.
+"""
 
 from __future__ import annotations
 
@@ -69,13 +71,15 @@ class BoundGroup:
         """Merge the tensor.
 
         Args:
-            rescaling: λ by input ID. None takes 1, or the tensor's own ratio where that is the method.
-            counting: count the overlap of plain RAM, which needs no count, in the same pass. A tensor's own ratio
-                needs one anyway; that of a model-wide ratio is known already.
+            rescaling: λ by input ID. None takes 1, or the tensor's own ratio where that is the
+                method.
+            counting: count the overlap of plain RAM, which needs no count, in the same pass. A
+                tensor's own ratio needs one anyway; that of a model-wide ratio is known already.
 
         Raises:
             NonFiniteWeightsError: NaN or infinity in an input, unless the recipe ignores it.
-            OverflowedWeightsError: finite inputs merge to what the output dtype cannot hold, likewise.
+            OverflowedWeightsError: finite inputs merge to what the output dtype cannot hold,
+                likewise.
             MergeError: tensors that cannot be merged with each other.
         """
         scope, overlap = self.method.ratio_scope, None
@@ -94,7 +98,9 @@ class BoundGroup:
         return MergedGroup(merged.tensor, overlap, rescaling or {}, merged.overflowed)
 
     def count(self) -> GroupOverlap:
-        """Count how the agents overlap, by the masks that ``merge`` merges by. Raises what it raises."""
+        """Count how the agents overlap, by the masks that ``merge`` merges by. Raises what it
+        raises.
+        """
         with self._named():
             counts = stream.count(*self.kernel_inputs(), input_dtype=self.input_dtype)
         return self._overlap(counts)
@@ -146,7 +152,9 @@ class BoundGroup:
 
 
 def rescaling_by_agent(overlap: GroupOverlap, parameters: Mapping[str, Any]) -> Rescaling:
-    """λ by input ID, for counts of any scope and the ``r``, ``alpha`` and ``ratio`` of one tensor."""
+    """λ by input ID, for counts of any scope and the ``r``, ``alpha`` and
+    ``ratio`` of one tensor.
+    """
     kind: RatioKind = parameters["ratio"]
     factors = rescaling_factors(
         overlap.counts, r=parameters["r"], alpha=parameters["alpha"], kind=kind

@@ -1,4 +1,6 @@
-"""Merge methods that mergekit knows, ours among them: whether it does, and which parameters they take of a recipe."""
+"""Merge methods that mergekit knows, ours among them: whether it does, and which parameters they
+take of a recipe.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from mergekit_ram.host.methods import METHODS
 
 _PARAMETERS = "parameters"
 # Whose parameters a recipe may keep when only its merge_method becomes one of ours.
-_TOLERATED_OF = ("task_arithmetic", "ties", "dare_ties", "dare_linear", "della", "della_linear")  # fmt: skip
+_TOLERATED_OF = ("task_arithmetic", "ties", "dare_ties", "dare_linear", "della", "della_linear")
 
 
 def require_method(name: str) -> None:
@@ -52,7 +54,9 @@ def parameters_set(content: Any) -> set[str]:
 
 
 def parameter_warnings(method: str, content: Any) -> list[str]:
-    """Which parameters of a recipe its method pays no heed to, other than those of methods that ours stand in for."""
+    """Which parameters of a recipe its method pays no heed to, other than those of methods that
+    ours stand in for.
+    """
     taken = set(parameter_names(method))
     if method in METHODS:
         taken |= {name for other in _TOLERATED_OF for name in parameter_names(other)}

@@ -22,18 +22,21 @@ from mergekit_ram.host.checkpoint.files import spans
 _AHEAD_BYTES = 64 << 20
 # Linux reads no more than this of a longer advice, where not set to more.
 _ADVICE_BYTES = 128 << 10
-# What is in the page cache needs no advice, which would cost as much as reading it. Its first byte stands for so much.
+# What is in the page cache needs no advice, which would cost as much as reading it. Its first byte
+# stands for so much.
 _PROBE_BYTES = 4 << 20
 # Advice waits for the disk once its queue is full.
 _READER = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
 
 
 class StreamingLoader(LazyTensorLoader):
-    """Loads the tensors of a safetensors checkpoint as mergekit's loader does, which lists a file's names every time.
+    """Loads the tensors of a safetensors checkpoint as mergekit's loader does, which lists a file's
+    names every time.
 
     Args:
         index: of a checkpoint in safetensors files.
-        order: names of its tensors in the order in which they will be asked for, as far as that is known.
+        order: names of its tensors in the order in which they will be asked for, as far as that is
+            known.
     """
 
     def __init__(self, index: ShardedTensorIndex, order: Sequence[str] = ()):
@@ -65,7 +68,9 @@ class StreamingLoader(LazyTensorLoader):
 
 
 class _ReadAhead:
-    """Asks the operating system to read what will be asked for next. Silent where it does not take advice."""
+    """Asks the operating system to read what will be asked for next. Silent where it does not take
+    advice.
+    """
 
     def __init__(self, index: ShardedTensorIndex, order: Sequence[str]):
         self._index = index

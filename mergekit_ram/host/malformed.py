@@ -1,4 +1,6 @@
-"""What is wrong with the text of a recipe: where it stands in the file, and what was expected there."""
+"""What is wrong with the text of a recipe: where it stands in the file, and what was expected
+there.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from mergekit_ram.host.references import separator_hint
 
 Place = tuple[Any, ...]
 
-# How alike a word must be to one that is known to pass for a slip of the pen: wieght and weight, not gamma and lambda.
+# How alike a word must be to one that is known to pass for a slip of the pen: wieght and weight,
+# not gamma and lambda.
 _ALIKE = 0.8
 _EXPECTED = {
     "model_type": "a mapping",
@@ -70,7 +73,9 @@ def yaml_fault(error: yaml.YAMLError) -> str:
 
 
 def validation_faults(error: ValidationError, content: Any) -> list[Fault]:
-    """What pydantic found, one fault a place, the innermost where it tried several types on each other."""
+    """What pydantic found, one fault a place, the innermost where it tried several types on each
+    other.
+    """
     expected: dict[Place, dict[str, None]] = {}
     for found in error.errors(include_url=False):
         place = _place(found, content)

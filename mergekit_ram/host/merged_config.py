@@ -1,4 +1,6 @@
-"""The config that mergekit saves with a merged model, before it merges: the one private function of it that we call."""
+"""The config that mergekit saves with a merged model, before it merges: the one private function of
+it that we call.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The merge methods of ours as mergekit sees them. ``plugin.registry`` registers them and runs them."""
+"""The merge methods of ours as mergekit sees them. ``plugin.registry`` registers them and runs
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class RamMethod:
 
     Attributes:
         spec: what mergekit needs to know of it.
-        ratio_scope: what the overlap-unique ratio is taken over. ``none`` for plain RAM, which has no ratio.
+        ratio_scope: what the overlap-unique ratio is taken over. ``none`` for plain RAM, which has
+            no ratio.
     """
 
     spec: MergeMethodSpec

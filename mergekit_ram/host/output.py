@@ -34,16 +34,18 @@ _NO_ROOM = {
 
 @contextlib.contextmanager
 def staged_output(out_path: str) -> Iterator[str]:
-    """A directory to write a model into that becomes ``out_path`` once the block ends without an error.
+    """A directory to write a model into that becomes ``out_path`` once the block ends without an
+    error.
 
-    It lies hidden beside ``out_path``, or in it if that exists, on the same file system. After an error it is removed
-    and ``out_path`` is as it was; one that a killed process left behind is removed by the next merge to the same
-    place. A finished model that cannot be moved to ``out_path`` stays there. Of the files already in ``out_path``,
-    weights and those that the new model has too are replaced.
+    It lies hidden beside ``out_path``, or in it if that exists, on the same file system. After an
+    error it is removed and ``out_path`` is as it was; one that a killed process left behind is
+    removed by the next merge to the same place. A finished model that cannot be moved to
+    ``out_path`` stays there. Of the files already in ``out_path``, weights and those that the new
+    model has too are replaced.
 
     Raises:
-        WriteError: another merge writes there, ``out_path`` cannot be a directory, the disk is full, or does not take
-            the files for another reason.
+        WriteError: another merge writes there, ``out_path`` cannot be a directory, the disk is
+            full, or does not take the files for another reason.
     """
     out_path = os.path.normpath(out_path)
     fault = unusable(out_path)
@@ -67,8 +69,10 @@ def staged_output(out_path: str) -> Iterator[str]:
             if finished:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise WriteError(
-                    f"the merged model is finished but could not be moved to {out_path}: {reason}. It stays in {staging}; "
-                    "move it from there, for the next merge to the same place begins by removing it. What was in "
+                    f"the merged model is finished but could not be moved to {out_path}: "
+                    f"{reason}. It stays in {staging}; "
+                    "move it from there, for the next merge to the same place begins by removing "
+                    "it. What was in "
                     f"{out_path} is as it was"
                 ) from error
             if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
@@ -110,7 +114,9 @@ def _partial(out_path: str) -> str:
 
 @contextlib.contextmanager
 def _locked(out_path: str, partial: str) -> Iterator[None]:
-    """Keep other merges from the output. The lock of a killed process is released by the operating system."""
+    """Keep other merges from the output. The lock of a killed process is released by the operating
+    system.
+    """
     path = os.path.join(partial, _LOCK)
     lock = FileLock(path, timeout=0)
     while True:
@@ -119,7 +125,8 @@ def _locked(out_path: str, partial: str) -> Iterator[None]:
             lock.acquire()
         except Timeout:
             raise WriteError(
-                f"{_holder(partial)} writes to {out_path} at this moment: wait for it, or write elsewhere"
+                f"{_holder(partial)} writes to {out_path} at this moment: wait for it, or write "
+                "elsewhere"
             ) from None
         except OSError as error:
             raise unwritable(out_path, error.strerror) from error
@@ -158,7 +165,10 @@ def _holder(partial: str) -> str:
     try:
         with open(os.path.join(partial, _HOLDER), encoding="utf-8") as file:
             holder = json.load(file)
-        return f"another merge (process {holder['process']} on {holder['host']}, since {holder['since']})"
+        return (
+            f"another merge (process {holder['process']} on {holder['host']}, "
+            f"since {holder['since']})"
+        )
     except (OSError, ValueError, KeyError):  # it has only begun
         return "another merge"
 
@@ -182,7 +192,9 @@ def _newest_file(directory: str) -> str:
 
 
 def drop_quantization(directory: str) -> None:
-    """Leave out of a written model's config how weights were quantized once: what was merged is plain."""
+    """Leave out of a written model's config how weights were quantized once: what was merged is
+    plain.
+    """
     path = os.path.join(directory, "config.json")
     if not os.path.exists(path):
         return

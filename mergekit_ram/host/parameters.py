@@ -1,4 +1,6 @@
-"""The parameters of the RAM methods as mergekit binds them: names, limits, defaults, and how refusals are collected."""
+"""The parameters of the RAM methods as mergekit binds them: names, limits, defaults, and how
+refusals are collected.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ _MOST_SIGNED_WEIGHTS = 16
 class Refusals:
     """What is wrong with the parameters of the tensors of a merge, found while they are bound.
 
-    While one collects, a refused value is noted and its parameter's default bound in its place, so that binding
-    goes on and every refusal is found.
+    While one collects, a refused value is noted and its parameter's default bound in its place, so
+    that binding goes on and every refusal is found.
 
     Attributes:
         tensor: the one whose parameters are being bound.
@@ -121,8 +123,9 @@ def weights_refusal(
 ) -> str | None:
     """Why the weights cannot be used, if they can leave Σw of Σwτ/Σw at zero.
 
-    Shared updates are divided by the weights of the agents that made them, which may be any two or more. Agents
-    of weight 0 among others are fine: they add nothing, and an element that only they changed keeps the base.
+    Shared updates are divided by the weights of the agents that made them, which may be any two or
+    more. Agents of weight 0 among others are fine: they add nothing, and an element that only they
+    changed keeps the base.
     """
     if not normalize or shared == "drop" or len(weights) < 2:
         return None

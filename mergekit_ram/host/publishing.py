@@ -1,7 +1,9 @@
-"""Moving a finished model into its place: the old model whole or the new one whole, whatever fails on the way.
+"""Moving a finished model into its place: the old model whole or the new one whole, whatever fails
+on the way.
 
-Everything is renamed within one file system. What is replaced waits in a directory of its own until the last file is in
-place, so an error takes every step back, and the next merge takes back those of a killed process.
+Everything is renamed within one file system. What is replaced waits in a directory of its own until
+the last file is in place, so an error takes every step back, and the next merge takes back those of
+a killed process.
 """
 
 from __future__ import annotations
@@ -28,16 +30,18 @@ def replaces(name: str) -> bool:
 
 
 def publish(staging: str, final: str, scratch: str) -> None:
-    """Move the files of a finished model from ``staging`` to the directory ``final``, which need not exist.
+    """Move the files of a finished model from ``staging`` to the directory ``final``, which need
+    not exist.
 
-    Weights and files that the new model has too are replaced; other files and all directories of ``final`` stay.
+    Weights and files that the new model has too are replaced; other files and all directories of
+    ``final`` stay.
 
     Args:
         scratch: a directory on the same file system, for what is replaced meanwhile.
 
     Raises:
-        WriteError: a directory stands where a file has to go, and nothing was moved; or something could be neither
-            moved nor taken back, which the next ``recover`` does.
+        WriteError: a directory stands where a file has to go, and nothing was moved; or something
+            could be neither moved nor taken back, which the next ``recover`` does.
         OSError: something could not be moved; everything is where it was.
     """
     if not os.path.exists(final):
@@ -53,7 +57,8 @@ def publish(staging: str, final: str, scratch: str) -> None:
         place = os.path.join(final, name)
         if os.path.isdir(place) and not os.path.islink(place):
             raise WriteError(
-                f"{place} is a directory, where the merged model has a file or a directory of its own: move it away"
+                f"{place} is a directory, where the merged model has a file or a directory of its "
+                "own: move it away"
             )
     replaced = os.path.join(scratch, _REPLACED)
     os.makedirs(replaced)
@@ -78,10 +83,12 @@ def unfinished(scratch: str) -> bool:
 
 
 def recover(scratch: str, final: str) -> None:
-    """Take back what a ``publish`` that did not come to its end has moved. Nothing, if there was none.
+    """Take back what a ``publish`` that did not come to its end has moved. Nothing, if there was
+    none.
 
     Raises:
-        WriteError: something cannot be moved. What was moved back stays so, a further call goes on from there.
+        WriteError: something cannot be moved. What was moved back stays so, a further call goes on
+            from there.
     """
     journal = os.path.join(scratch, _JOURNAL)
     if not os.path.exists(journal):
@@ -104,7 +111,9 @@ def recover(scratch: str, final: str) -> None:
         os.rmdir(replaced)
     except OSError as error:
         raise WriteError(
-            f"{final} holds parts of two models: {error.strerror}. What is not there of the old one is in {replaced}, what "
-            f"is not there of the new one in {staging}. Once files can be moved again, the next merge to the same place "
+            f"{final} holds parts of two models: {error.strerror}. What is not there of the old "
+            f"one is in {replaced}, what "
+            f"is not there of the new one in {staging}. Once files can be moved again, the next "
+            "merge to the same place "
             "begins by restoring the old one"
         ) from error

@@ -1,4 +1,6 @@
-"""Recipes as they are written, of ``mergekit-yaml``, ``mergekit-multi`` and ``mergekit-pytorch`` alike: read once."""
+"""Recipes as they are written, of ``mergekit-yaml``, ``mergekit-multi`` and ``mergekit-pytorch``
+alike: read once.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Recipe:
         content: what the file holds, without a name.
         source: the text of the file.
         warnings: what the file says that a merge pays no heed to.
-        tensor_union, tensor_intersection: how ``mergekit-pytorch`` takes state dicts of different tensors.
+        tensor_union, tensor_intersection: how ``mergekit-pytorch`` takes state dicts of different
+            tensors.
     """
 
     content: Mapping[str, Any]
@@ -48,7 +51,8 @@ class Recipe:
         recipes = read_recipes(path, **settings)
         if len(recipes) > 1:
             raise MergeError(
-                f"{path} holds {len(recipes)} recipes: merge them with mergekit-multi, or name a file of one"
+                f"{path} holds {len(recipes)} recipes: merge them with mergekit-multi, or name a "
+                "file of one"
             )
         (recipe,) = recipes.values()
         require_method(recipe.method)
@@ -60,7 +64,9 @@ class Recipe:
 
     @property
     def of_state_dicts(self) -> bool:
-        """Whether it is for ``mergekit-pytorch``, which takes files where ``mergekit-yaml`` takes models."""
+        """Whether it is for ``mergekit-pytorch``, which takes files where ``mergekit-yaml`` takes
+        models.
+        """
         return _merges_files(self.content)
 
     def configuration(self) -> MergeConfiguration | RawPyTorchMergeConfig:
@@ -74,8 +80,8 @@ class Recipe:
     def by_method(self, method: str, parameters: Mapping[str, Any] | None = None) -> Recipe:
         """The same models merged by another method.
 
-        Parameters that it does not take are left out, and ``epsilon`` where it would change its meaning, as between
-        RAM and DELLA.
+        Parameters that it does not take are left out, and ``epsilon`` where it would change its
+        meaning, as between RAM and DELLA.
 
         Args:
             parameters: take the place of the recipe's own, wherever it sets them.
@@ -104,7 +110,8 @@ class Recipe:
 
 
 def read_recipes(path: str, **settings: bool) -> dict[str | None, Recipe]:
-    """The recipes of a file by name, None for one without; several only in a file of ``mergekit-multi``.
+    """The recipes of a file by name, None for one without; several only in a file of
+    ``mergekit-multi``.
 
     Args:
         settings: ``tensor_union`` and ``tensor_intersection`` of ``Recipe``.
@@ -128,7 +135,7 @@ def read_recipes(path: str, **settings: bool) -> dict[str | None, Recipe]:
         if isinstance(content, Mapping):
             name = content.get("name")
             if name in recipes:
-                faults.append(f"two recipes are {f'named {name}' if name else 'without name'}")  # fmt: skip
+                faults.append(f"two recipes are {f'named {name}' if name else 'without name'}")
             recipes[name] = Recipe(
                 {key: value for key, value in content.items() if key != "name"},
                 source,
@@ -198,7 +205,9 @@ def _map_parameters(content: Any, function: Callable[[Mapping], dict]) -> Any:
 
 
 def _with_default(setting: Any, default: Any) -> Any:
-    """A parameter's setting, taking the default for the tensors that none of its filters matches."""
+    """A parameter's setting, taking the default for the tensors that none of
+    its filters matches.
+    """
     if setting is None:
         return default
     conditions = setting if isinstance(setting, list) else [setting]

@@ -1,4 +1,6 @@
-"""Models as a recipe names them: written so that they are read back as the same, and replaced throughout a recipe."""
+"""Models as a recipe names them: written so that they are read back as the same, and replaced
+throughout a recipe.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from pydantic import BaseModel
 def plain(value: Any) -> Any:
     """A recipe, or a part of one, as YAML and JSON have it, without what is left to its default.
 
-    mergekit's own dump fails on a path with a space, and writes one with ``+`` or ``@`` as if that were an adapter or
-    a revision.
+    mergekit's own dump fails on a path with a space, and writes one with ``+`` or ``@`` as if that
+    were an adapter or a revision.
     """
     if isinstance(value, ModelReference) and _read_back(str(value)) == value:
         return str(value)
@@ -63,7 +65,8 @@ def replaced(
 def separator_hint(text: str) -> str:
     """How to name a path that holds what separates adapters and revisions."""
     return (
-        "`+` separates a model from its adapter and `@` from its revision; a path that holds one is written "
+        "`+` separates a model from its adapter and `@` from its revision; a path that holds one "
+        "is written "
         f'{{model: {{path: "{text}"}}}}'
     )
 

@@ -1,9 +1,11 @@
-"""Graph tasks: merging with a record of it, the counting pass behind the model-wide ratio, the report at the end.
+"""Graph tasks: merging with a record of it, the counting pass behind the model-wide ratio, the
+report at the end.
 
-The model-wide ratio needs every tensor before the first is merged, while mergekit's graph holds a tensor only as long
-as something needs it. So one task, ``CountModel``, which every merge depends on, runs a graph of its own that loads
-each group, counts it and lets it go; what the outer graph gets is a few integers. It is a leading task, so the
-outer graph still falls into one island per tensor for mergekit's multi-GPU executor.
+The model-wide ratio needs every tensor before the first is merged, while mergekit's graph holds a
+tensor only as long as something needs it. So one task, ``CountModel``, which every merge depends
+on, runs a graph of its own that loads each group, counts it and lets it go; what the outer graph
+gets is a few integers. It is a leading task, so the outer graph still falls into one island per
+tensor for mergekit's multi-GPU executor.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ CALL = "mergekit_ram_call"
 class Call(Enum):
     """Who calls a merge method.
 
-    Of a ``DIRECT`` caller the groups are all that is merged, so that a model-wide ratio is theirs. A ``PLANNED`` one is
-    a task that takes the bound groups themselves, since it knows what else applies to them.
+    Of a ``DIRECT`` caller the groups are all that is merged, so that a model-wide ratio is theirs.
+    A ``PLANNED`` one is a task that takes the bound groups themselves, since it knows what else
+    applies to them.
     """
 
     DIRECT = "direct"
@@ -50,7 +53,9 @@ class Call(Enum):
 
 
 class CountTensor(Task[Optional[GroupOverlap]]):
-    """Overlap of the agents in what one merge task would merge; None where it would merge nothing."""
+    """Overlap of the agents in what one merge task would merge; None where it
+    would merge nothing.
+    """
 
     merge: ExecuteMergeMethodTask
 
@@ -114,8 +119,8 @@ class KnownOverlap(Task[GroupOverlap]):
 class RamMerge(ExecuteMergeMethodTask, Task[torch.Tensor]):
     """A merge that takes its place in the record, by a model-wide ratio if there is one.
 
-    mergekit's task is a ``Task[Optional[Tensor]]`` only, which recent pydantic does not let its own in-memory
-    plan (``ReturnTensor``, used by ``mergekit-evolve``) hold; this one is both.
+    mergekit's task is a ``Task[Optional[Tensor]]`` only, which recent pydantic does not let its own
+    in-memory plan (``ReturnTensor``, used by ``mergekit-evolve``) hold; this one is both.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -196,7 +201,9 @@ class WriteReport(Task[Report]):
 
 
 def batched_saves(saves: Sequence[SaveTensor]) -> tuple[Saved, ...]:
-    """All saves in a few tasks, so that mergekit, which visits every value it holds after every task, holds few."""
+    """All saves in a few tasks, so that mergekit, which visits every value it holds after every
+    task, holds few.
+    """
     # mergekit executes them by name.
     saves = sorted(saves, key=lambda save: save.tensor_name)
     size = math.isqrt(len(saves)) + 1
@@ -229,7 +236,9 @@ def merges_by_model_ratio(
 def record_measured(
     record: MergeRecord, found: Sequence[tuple[ExecuteMergeMethodTask, GroupOverlap]]
 ) -> GroupOverlap:
-    """Note what each merge was measured to be, and the λ that follow from their sum, which is returned."""
+    """Note what each merge was measured to be, and the λ that follow from their sum, which is
+    returned.
+    """
     for merge, overlap in found:
         record.add(merge.output_weight.name, overlap, {})
     total = record.overlap()

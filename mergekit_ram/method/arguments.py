@@ -1,4 +1,6 @@
-"""Refusals of values that no merge can use: a ``ValueError`` that names the argument and the value."""
+"""Refusals of values that no merge can use: a ``ValueError`` that names the
+argument and the value.
+"""
 
 from __future__ import annotations
 

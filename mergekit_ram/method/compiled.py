@@ -1,7 +1,8 @@
-"""RAM and RAM+ by ``torch.compile``, where ``MERGEKIT_RAM_COMPILE=1`` asks for it: every element is read and written once.
+"""RAM and RAM+ by ``torch.compile``, where ``MERGEKIT_RAM_COMPILE=1`` asks for it: every element is
+read and written once.
 
-RAM and the counts are the very bits of the kernel's own steps, RAM+ differs by a rounding of λᵢτᵢ to float32. Those
-steps stay the default: they need no C++ compiler and no half a minute to compile.
+RAM and the counts are the very bits of the kernel's own steps, RAM+ differs by a rounding of λᵢτᵢ
+to float32. Those steps stay the default: they need no C++ compiler and no half a minute to compile.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# Of kinds of tensors, which differ in their dtypes and the number of agents. By default torch compiles for eight of them.
+# Of kinds of tensors, which differ in their dtypes and the number of agents. By default torch
+# compiles for eight of them.
 _MOST_KINDS = 1 << 16
 _limits_lifted = threading.Lock()
 
@@ -52,8 +54,8 @@ def take_block(
 
     Args:
         base: ``[elements]``, the agents' too.
-        numbers: of the compute dtype, the threshold (what is not greater is unchanged), then λᵢ − 1 of every
-            agent, or nothing where all are 0.
+        numbers: of the compute dtype, the threshold (what is not greater is unchanged), then λᵢ − 1
+            of every agent, or nothing where all are 0.
         exact_products: as in the kernel.
         out: takes the merged weights, not finite where an input is not.
         patterns: takes the patterns of ``tally``, of any dtype that holds them.
@@ -66,7 +68,9 @@ def take_block(
 
 
 def _without_limits() -> contextlib.AbstractContextManager[None]:
-    """Let torch compile for any number of kinds of tensors, and leave its configuration as it was."""
+    """Let torch compile for any number of kinds of tensors, and leave its
+    configuration as it was.
+    """
     # A second of start-up, for those who compile.
     from torch._dynamo import config
 

@@ -1,8 +1,8 @@
 """How large the agents' updates are, and how the counts of overlap move with epsilon. Pure torch.
 
-Agent i counts as having changed an element where abs(τᵢ) > epsilon, and shares it where another agent changed it too:
-where the smaller of abs(τᵢ) and the largest of the others is above epsilon. So one number an element and agent
-answers for every epsilon at once.
+Agent i counts as having changed an element where abs(τᵢ) > epsilon, and shares it where another
+agent changed it too: where the smaller of abs(τᵢ) and the largest of the others is above epsilon.
+So one number an element and agent answers for every epsilon at once.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class Magnitudes:
     Attributes:
         total: elements of the tensor.
         sampled: elements that were looked at, evenly spaced.
-        changed: ``[agents, 1 + len(EDGES)]``, float64; elements above 0 and above each of ``EDGES``.
-        shared: ``[agents, len(SWEEP)]``, float64; elements that the agent shares with another at each of ``SWEEP``.
+        changed: ``[agents, 1 + len(EDGES)]``, float64; elements above 0 and above each of
+            ``EDGES``.
+        shared: ``[agents, len(SWEEP)]``, float64; elements that the agent shares with another at
+            each of ``SWEEP``.
 
     Counts are of the whole tensor, estimated from the sample where it is not all of it.
     """
@@ -57,7 +59,8 @@ def magnitudes(
     every: int = 1,
     block_elements: int | None = None,
 ) -> Magnitudes:
-    """Measure the task vectors of one tensor. Arguments as for ``kernel.count``; ``rule.epsilon`` has no influence.
+    """Measure the task vectors of one tensor. Arguments as for ``kernel.count``; ``rule.epsilon``
+    has no influence.
 
     Args:
         every: look at one of so many blocks, but at four of a tensor at least.
@@ -93,7 +96,8 @@ def magnitudes(
 def _second(sizes: torch.Tensor) -> torch.Tensor:
     """The second largest of each column of ``[agents, elements]``, 0 where there is one agent.
 
-    Of the agent with the largest number it is the largest of the others, and no other agent's number exceeds it.
+    Of the agent with the largest number it is the largest of the others, and no other agent's
+    number exceeds it.
     """
     first, second = sizes.new_zeros(2, sizes.shape[1])
     for row in sizes:
@@ -103,7 +107,8 @@ def _second(sizes: torch.Tensor) -> torch.Tensor:
 
 
 def _above(sizes: torch.Tensor, thresholds: Sequence[float], largest: float) -> torch.Tensor:
-    """Elements of each row ``[agents, elements]`` that are strictly above each threshold: ``[thresholds, agents]``.
+    """Elements of each row ``[agents, elements]`` that are strictly above each threshold:
+    ``[thresholds, agents]``.
 
     Args:
         thresholds: ascending, rounded down to the dtype.

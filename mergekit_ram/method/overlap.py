@@ -1,7 +1,7 @@
 """How the updates of several agents overlap: counts, ratios and rescaling factors.
 
-Pure Python integers and floats; nothing here knows of tensors or of mergekit. Counts are additive, so those
-of a model are the sum of those of its tensors, in any order and any split.
+Pure Python integers and floats; nothing here knows of tensors or of mergekit. Counts are additive,
+so those of a model are the sum of those of its tensors, in any order and any split.
 
 Terms and formulas: Yuan et al., 2026, "Reinforced Agent Merging", arXiv 2601.13572.
 """
@@ -32,11 +32,14 @@ class OverlapCounts:
 
     Attributes:
         total: elements looked at, changed or not.
-        histogram: ``[n][n]``; ``histogram[i][k]`` is how many elements agent ``i`` and exactly ``k`` other
-            agents changed, so that row ``i`` sums to what agent ``i`` changed.
-        pairwise: ``[n][n]``, symmetric; elements that both agents changed. The diagonal is what each changed.
-        pairwise_conflicts: ``[n][n]``, symmetric; elements that the two agents moved in opposite directions.
-        sign_conflicts: elements that any two agents moved in opposite directions, each counted once.
+        histogram: ``[n][n]``; ``histogram[i][k]`` is how many elements agent ``i`` and exactly
+            ``k`` other agents changed, so that row ``i`` sums to what agent ``i`` changed.
+        pairwise: ``[n][n]``, symmetric; elements that both agents changed. The diagonal is what
+            each changed.
+        pairwise_conflicts: ``[n][n]``, symmetric; elements that the two agents moved in opposite
+            directions.
+        sign_conflicts: elements that any two agents moved in opposite directions, each counted
+            once.
 
     Raises:
         ValueError: a negative count, or tables that are not all ``[n][n]``.
@@ -142,8 +145,8 @@ def sum_overlaps(overlaps: Iterable[GroupOverlap], agents: Iterable[Hashable] = 
     """Overlap over all groups.
 
     Args:
-        agents: come first in the result, found in a group or not; others follow as they appear. An agent absent
-            from a group changed nothing there.
+        agents: come first in the result, found in a group or not; others follow as they appear. An
+            agent absent from a group changed nothing there.
     """
     alike: dict[tuple[Hashable, ...], list[OverlapCounts]] = {}
     for overlap in overlaps:

@@ -1,7 +1,9 @@
-"""What a merged tensor keeps of each agent's task vector. Pure torch, streamed, sums in float64 that add over tensors.
+"""What a merged tensor keeps of each agent's task vector. Pure torch, streamed, sums in float64
+that add over tensors.
 
-With δ = merged − base, agent i's retention over some elements is the least-squares coefficient of δ on τᵢ there,
-Σδτᵢ / Στᵢ²: 1 where its updates were kept whole, 0 where nothing is left of them, negative where they were reversed.
+With δ = merged − base, agent i's retention over some elements is the least-squares coefficient of δ
+on τᵢ there, Σδτᵢ / Στᵢ²: 1 where its updates were kept whole, 0 where nothing is left of them,
+negative where they were reversed.
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ def retained(
     *,
     block_elements: int = _BLOCK_ELEMENTS,
 ) -> tuple[Retention, ...]:
-    """Compare merged tensors with the agents they were merged from, all of the base's shape and device.
+    """Compare merged tensors with the agents they were merged from, all of the base's shape and
+    device.
 
     Differences are taken in float32, in float64 if an input is float64. Memory is a constant.
 
@@ -120,7 +123,8 @@ def retained(
 
 
 def _sums(taus: torch.Tensor, deltas: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Fields of ``AgentRetention`` over a block, of ``[agents, elements]`` and ``[merged, elements]``.
+    """Fields of ``AgentRetention`` over a block, of ``[agents, elements]`` and ``[merged,
+    elements]``.
 
     Returns:
         float64 ``[fields, agents, merged]``.
@@ -133,7 +137,8 @@ def _sums(taus: torch.Tensor, deltas: torch.Tensor, threshold: float) -> torch.T
     rows = torch.cat([taus, changes, changes * alone])
     dots = (rows @ deltas.T).unflatten(0, (3, -1))
     squares = rows.square_().sum(1).unflatten(0, (3, -1))
-    # Of the signs' products, a sum says agreeing − opposed and that of the absolute values agreeing + opposed.
+    # Of the signs' products, a sum says agreeing − opposed and that of the absolute values agreeing
+    # + opposed.
     directions = deltas.sign_()
     difference = signs @ directions.T
     agreeing = (difference + mask @ directions.abs_().T) / 2
@@ -150,7 +155,9 @@ def _sums(taus: torch.Tensor, deltas: torch.Tensor, threshold: float) -> torch.T
 
 
 def _own_sums(deltas: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Σδ² and the number of changed elements over a block of ``[merged, elements]``: float64 ``[2, merged]``."""
+    """Σδ² and the number of changed elements over a block of ``[merged, elements]``: float64 ``[2,
+    merged]``.
+    """
     changes = torch.hardshrink(deltas, threshold)
     changed = torch.ne(changes, 0, out=changes).sum(1)
     return torch.stack([deltas.square().sum(1), changed]).to("cpu", torch.float64)

@@ -14,10 +14,12 @@ SharedMode = Literal["mean", "ties", "drop"]
 
 @dataclass(frozen=True, eq=False)
 class Agent:
-    """One agent's weights and what applies to them. Two agents are equal only if they are one object.
+    """One agent's weights and what applies to them. Two agents are equal only if they are one
+    object.
 
     Attributes:
-        tensor: the agent's weights θᵢ, floating point, of the base's shape and device. Borrowed, never modified.
+        tensor: the agent's weights θᵢ, floating point, of the base's shape and device. Borrowed,
+            never modified.
         weight: relative importance.
         density: fraction of the shared elements kept by ``shared="ties"``, in (0, 1].
         keep_unique: False drops the updates that only this agent made.
@@ -48,12 +50,15 @@ class Rule:
 
     Attributes:
         epsilon: an element is changed where abs(τ) is strictly greater.
-        normalize: True divides shared updates by the weights of the agents that made them and leaves unique
-            ones whole; False multiplies every task vector by its weight first and takes plain means.
+        normalize: True divides shared updates by the weights of the agents that made them and
+            leaves unique ones whole; False multiplies every task vector by its weight first and
+            takes plain means.
         scale: factor on the merged update, mergekit's ``lambda``.
-        shared: what shared elements take: the ``mean``, the ``ties`` consensus, or nothing (``drop``).
-        finite: True refuses NaN and infinity in any input, and an output that overflows; False lets them through to
-            the result, where an element whose τ is NaN counts as changed, moved down.
+        shared: what shared elements take: the ``mean``, the ``ties`` consensus, or nothing
+            (``drop``).
+        finite: True refuses NaN and infinity in any input, and an output that overflows; False lets
+            them through to the result, where an element whose τ is NaN counts as changed, moved
+            down.
 
     Raises:
         ValueError: names the argument that no merge can use, and its value.

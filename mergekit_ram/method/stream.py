@@ -1,20 +1,23 @@
-"""Reinforced Agent Merging of one tensor: tensors in, a tensor out. Pure torch, nothing of mergekit.
+"""Reinforced Agent Merging of one tensor: tensors in, a tensor out. Pure torch, nothing of
+mergekit.
 
-For base weights θ₀ and agents θᵢ with task vectors τᵢ = θᵢ − θ₀, an element is changed by agent i where
-abs(τᵢ) > epsilon. Elements nobody changed keep the base's bits, elements several agents changed take the mean
-of the changes, elements one agent changed keep that change, rescaled. Source: Yuan et al., 2026, "Reinforced
-Agent Merging", arXiv 2601.13572.
+For base weights θ₀ and agents θᵢ with task vectors τᵢ = θᵢ − θ₀, an element is changed by agent i
+where abs(τᵢ) > epsilon. Elements nobody changed keep the base's bits, elements several agents
+changed take the mean of the changes, elements one agent changed keep that change, rescaled. Source:
+Yuan et al., 2026, "Reinforced Agent Merging", arXiv 2601.13572.
 
-A tensor is streamed in blocks that stay in cache, through scratch buffers allocated once: memory beyond the
-output is a few MB whatever the size. The exception is ``shared="ties"`` with a density below 1, which has to rank
-the shared elements and holds one float per shared element and agent meanwhile.
+A tensor is streamed in blocks that stay in cache, through scratch buffers allocated once: memory
+beyond the output is a few MB whatever the size. The exception is ``shared="ties"`` with a density
+below 1, which has to rank the shared elements and holds one float per shared element and agent
+meanwhile.
 
-Arithmetic is float32, float64 where an input or the output is float64, rounded once to the output dtype.
+Arithmetic is float32, float64 where an input or the output is float64, rounded once to the output
+dtype.
 
-Inside, masks are 0/1 floats and task vectors are negated (base − agent). Both are for speed and exactness on the
-CPU: comparisons that write bool, and ``torch.where``, cost five times a float operation (measured: 184 against
-31 microseconds for 262 144 elements), and base − (+0) keeps the base's bits where base + (+0) would lose the
-sign of −0.
+Inside, masks are 0/1 floats and task vectors are negated (base − agent). Both are for speed and
+exactness on the CPU: comparisons that write bool, and ``torch.where``, cost five times a float
+operation (measured: 184 against 31 microseconds for 262 144 elements), and base − (+0) keeps the
+base's bits where base + (+0) would lose the sign of −0.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ class Merged:
     Attributes:
         tensor: contiguous, of the base's shape.
         counts: overlap of the agents, None where that was not asked for.
-        overflowed: elements that are not finite although every input is. 0 unless ``rule.finite`` is False.
+        overflowed: elements that are not finite although every input is. 0 unless ``rule.finite``
+            is False.
     """
 
     tensor: torch.Tensor
@@ -128,7 +132,9 @@ def count(
     input_dtype: torch.dtype | None = None,
     block_elements: int | None = None,
 ) -> OverlapCounts:
-    """Overlap counts of the agents' updates, in the order of ``agents``. Arguments as for ``merge``."""
+    """Overlap counts of the agents' updates, in the order of ``agents``. Arguments as for
+    ``merge``.
+    """
     stream = _Stream(base, agents, rule, input_dtype, None, block_elements, counting=True)
     stream.count()
     return stream.tally.counts()
@@ -147,11 +153,13 @@ def task_vectors(
 
     Args:
         block_elements: most elements a block.
-        every: of every so many blocks only the middle one, so that a sample is spread evenly over the tensor.
+        every: of every so many blocks only the middle one, so that a sample is spread evenly over
+            the tensor.
 
     Yields:
-        ``[agents, elements]`` in the compute dtype: the numbers that are compared with epsilon, weighted where
-        ``rule.normalize`` is False. Valid until the next block, which takes the same memory; free to be overwritten.
+        ``[agents, elements]`` in the compute dtype: the numbers that are compared with epsilon,
+        weighted where ``rule.normalize`` is False. Valid until the next block, which takes the same
+        memory; free to be overwritten.
     """
     stream = _Stream(base, agents, rule, input_dtype, None, block_elements, counting=False)
     longest = stream.rows.base.shape[0]
@@ -162,7 +170,9 @@ def task_vectors(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Scratch of one block: rows of its length in the compute dtype. Untouched rows cost no memory."""
+    """Scratch of one block: rows of its length in the compute dtype. Untouched
+    rows cost no memory.
+    """
 
     base: torch.Tensor  # θ₀, finally the result
     total: torch.Tensor  # Σ wᵢ(θ₀ − θᵢ) over the agents that changed the element
@@ -241,9 +251,11 @@ class _Stream:
             and compiled.enabled()
             and (not counting or has_patterns(len(agents)))
         )
-        # Comparing ends at the first difference, so it is nearly free where an agent moved. ``ties`` needs all.
+        # Comparing ends at the first difference, so it is nearly free where an agent moved.
+        # ``ties`` needs all.
         alike = all(tensor.dtype == base.dtype for tensor in tensors)
-        # Infinity equals infinity and their difference is NaN, so what may be infinite is not skipped.
+        # Infinity equals infinity and their difference is NaN, so what may be infinite is not
+        # skipped.
         self.skipping = on_cpu and alike and not self.ties and rule.finite
         budget = _CPU_SCRATCH_BYTES if on_cpu else _ACCELERATOR_SCRATCH_BYTES
         deltas = len(agents) if self.ties else 1
@@ -305,7 +317,9 @@ class _Stream:
             self._require_finite_inputs()
 
     def blocks(self, every: int = 1) -> Iterator[tuple[tuple, _Rows]]:
-        """The index of every block, or of the middle one of so many, with scratch rows of the block's length."""
+        """The index of every block, or of the middle one of so many, with scratch rows of the
+        block's length.
+        """
         indices = _block_indices(self.base.shape, self.limit)
         for index in itertools.islice(indices, every // 2, None, every):
             yield index, self.rows.first(self.base[index].numel())
@@ -339,7 +353,8 @@ class _Stream:
     def _deltas(
         self, index: tuple, rows: _Rows, first: torch.Tensor | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each agent's place and negated task vector, zero where unchanged. Only ``ties`` keeps them all.
+        """Each agent's place and negated task vector, zero where unchanged. Only ``ties`` keeps
+        them all.
 
         An agent that has the base's very weights here may be left out.
 
@@ -381,7 +396,9 @@ class _Stream:
         row.view(block.shape).copy_(block)
 
     def _merge_simply(self, index: tuple, rows: _Rows) -> None:
-        """Turn the base row into the merged one: plain means, unique updates scaled by λᵢ = 1 + (λᵢ − 1)."""
+        """Turn the base row into the merged one: plain means, unique updates scaled by λᵢ = 1 + (λᵢ
+        − 1).
+        """
         started = False
         # The first delta is the sum so far: that saves an eighth of the time with three agents.
         for i, delta in self._deltas(index, rows, first=rows.total):
@@ -432,7 +449,9 @@ class _Stream:
                 self.tally.add(i, delta)
 
     def _require_finite_inputs(self) -> None:
-        """Refuse inputs that are not finite. What is watched may also overflow by itself, so look again."""
+        """Refuse inputs that are not finite. What is watched may also overflow by itself, so look
+        again.
+        """
         if not self.rule.finite:
             return
         counts = [
@@ -462,8 +481,8 @@ class _Stream:
     def _cutoffs(self) -> list[float]:
         """Per agent, the magnitude below which ``shared="ties"`` prunes its shared updates.
 
-        With d shared elements in the tensor that is the k-th smallest of the agent's d magnitudes there,
-        k = int((1 − density) · d); 0, which prunes nothing, where k = 0.
+        With d shared elements in the tensor that is the k-th smallest of the agent's d magnitudes
+        there, k = int((1 − density) · d); 0, which prunes nothing, where k = 0.
         """
         pruning = [i for i, agent in enumerate(self.agents) if agent.density < 1]
         magnitudes: dict[int, list[torch.Tensor]] = {i: [] for i in pruning}
@@ -551,7 +570,9 @@ def _is_wide(dtype: object) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def round_down(value: float, dtype: torch.dtype) -> float:
-    """The largest number of dtype not above value, so that x > value decides alike for every x of dtype."""
+    """The largest number of dtype not above value, so that x > value decides alike for every x of
+    dtype.
+    """
     rounded = torch.tensor(value, dtype=dtype)
     return rounded.item() if rounded.item() <= value else _next_below(rounded, dtype)
 
@@ -563,7 +584,9 @@ def _next_below(value: float | torch.Tensor, dtype: torch.dtype) -> float:
 
 
 def _block_indices(shape: Sequence[int], limit: int) -> Iterator[tuple]:
-    """Indices that cut a tensor into blocks of at most ``limit`` elements, each contiguous if the tensor is."""
+    """Indices that cut a tensor into blocks of at most ``limit`` elements, each contiguous if the
+    tensor is.
+    """
     if 0 in shape:
         return
     axis, inner = len(shape), 1

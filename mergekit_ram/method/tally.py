@@ -1,8 +1,10 @@
-"""Tallies which agents moved an element, and which way, over any number of blocks of elements. Exact for any number of agents.
+"""Tallies which agents moved an element, and which way, over any number of blocks of elements.
+Exact for any number of agents.
 
-Of few agents every element has a pattern: one base-3 digit an agent, 0 moved down, 1 unchanged, 2 moved up. The histogram
-of the patterns holds every count of ``overlap.OverlapCounts``, and takes one pass whatever the number of counts. Of many
-agents there are too many patterns; their counts are products of the matrix of their directions with itself.
+Of few agents every element has a pattern: one base-3 digit an agent, 0 moved down, 1 unchanged, 2
+moved up. The histogram of the patterns holds every count of ``overlap.OverlapCounts``, and takes
+one pass whatever the number of counts. Of many agents there are too many patterns; their counts are
+products of the matrix of their directions with itself.
 """
 
 from __future__ import annotations
@@ -61,10 +63,12 @@ class Tally:
         self._blocks.begin(elements)
 
     def patterns(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Start a block whose patterns the caller fills in, instead of adding agents. Only of few agents.
+        """Start a block whose patterns the caller fills in, instead of adding agents. Only of few
+        agents.
 
         Args:
-            dtype: what the caller would like to fill in; it gets that if it holds every pattern exactly.
+            dtype: what the caller would like to fill in; it gets that if it holds every pattern
+                exactly.
         """
         return self._blocks.uninitialized(elements, dtype)
 
@@ -110,8 +114,8 @@ class _Patterns:
     def end(self) -> None:
         """Count the patterns of the block in the tables.
 
-        Counting is one dependent memory access a value. Folding the block in two or three, so that one access
-        counts two or three values, saves as much while the table stays in cache.
+        Counting is one dependent memory access a value. Folding the block in two or three, so that
+        one access counts two or three values, saves as much while the table stays in cache.
         """
         values, folds = self._block, self._folded.dim()
         length = values.numel() // folds
@@ -161,7 +165,9 @@ class _Directions:
 
 
 def _folds(bins: int, elements: int) -> int:
-    """In how many a block is folded: its table is much smaller than the block and stays in cache."""
+    """In how many a block is folded: its table is much smaller than the block
+    and stays in cache.
+    """
     most = min(_DENSE_BINS, elements // 8)
     return max(folds for folds in (1, 2, 3) if folds == 1 or bins**folds <= most)
 

@@ -1,8 +1,9 @@
-"""How mergekit is extended: one module for each module of mergekit that is, each with a function ``extend``.
+"""How mergekit is extended: one module for each module of mergekit that is, each with a function
+``extend``.
 
-With ``host.compatibility`` this is the only place that touches what mergekit keeps private. Every touch first checks
-what it relies on and, where that has changed, says which versions of mergekit work. ``_autoload`` imports these modules
-as mergekit's own are imported.
+With ``host.compatibility`` this is the only place that touches what mergekit keeps private. Every
+touch first checks what it relies on and, where that has changed, says which versions of mergekit
+work. ``_autoload`` imports these modules as mergekit's own are imported.
 """
 
 # First of all, so that what extends it is complete before anything here needs it.

@@ -1,4 +1,6 @@
-"""What becomes of the merges that mergekit has planned for a method of ours, whichever of its planners made them."""
+"""What becomes of the merges that mergekit has planned for a method of ours, whichever of its
+planners made them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def recorded(
     recipe: Mapping[str, Any],
     dtype: str | None,
 ) -> tuple[Merges, MergeRecord]:
-    """The merges as this plugin runs them, and the record that they write. The workers of a cluster make theirs themselves.
+    """The merges as this plugin runs them, and the record that they write. The workers of a cluster
+    make theirs themselves.
 
     Args:
         refusals: of parameters, found while planning.
@@ -60,7 +63,8 @@ def finished(
     record: MergeRecord | None,
     options: MergeOptions,
 ) -> list[Task]:
-    """The targets of a plan to disk: by a cluster if the options say so, and with the report once the model is written.
+    """The targets of a plan to disk: by a cluster if the options say so, and with the report once
+    the model is written.
 
     Args:
         record: of a merge by a method of ours, None of others.
@@ -78,7 +82,8 @@ def finished(
     saves = tasks.batched_saves(finalize[0].tensor_save_tasks)
     finalized = finalize[0].model_copy(update={"tensor_save_tasks": saves})
     report = tasks.WriteReport(out_path=out_path, finalize=finalized, record=record)
-    # The report needs everything that is saved. mergekit compares each task with all targets: 20 000 take hours.
+    # The report needs everything that is saved. mergekit compares each task with all targets: 20
+    # 000 take hours.
     implied = (SaveTensor, FinalizeModel)
     return [*(task for task in targets if not isinstance(task, implied)), report]
 

@@ -24,7 +24,8 @@ from mergekit_ram.plugin.writer import extend_writer
 
 @once
 def extend(module: ModuleType) -> None:
-    """Have the planner check parameters, round once and measure a model-wide ratio, for the methods of ours.
+    """Have the planner check parameters, round once and measure a model-wide ratio, for the methods
+    of ours.
 
     Args:
         module: ``mergekit.plan``.
@@ -90,7 +91,8 @@ def _extended_plan_tensor(plan_tensor: Callable[..., None]) -> Callable[..., Non
     def extended_plan_tensor(self, weight, weights_in, models, *args, **kwargs) -> None:
         Refusals.name_tensor(weight.name)
         if self.config.merge_method in METHODS and len(weights_in) < len(models):
-            # mergekit counts the first slice's sources for what comes after the last one, all by one name.
+            # mergekit counts the first slice's sources for what comes after the last one, all by
+            # one name.
             weights_in = [weight] * len(models)
         plan_tensor(self, weight, weights_in, models, *args, **kwargs)
 

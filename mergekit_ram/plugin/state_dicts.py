@@ -23,7 +23,8 @@ from mergekit_ram.plugin.writer import extend_writer
 
 @once
 def extend(module: ModuleType) -> None:
-    """Check the files first, plan as ``planner`` does, and let the output appear only when it is whole.
+    """Check the files first, plan as ``planner`` does, and let the output appear only when it is
+    whole.
 
     Args:
         module: ``mergekit.scripts.merge_raw_pytorch``.
@@ -92,7 +93,9 @@ def _plan(
 
 
 def _by_number(task: Any) -> Any:
-    """The same merge, its inputs not passed by their paths, which mergekit takes apart at spaces, ``+`` and ``@``."""
+    """The same merge, its inputs not passed by their paths, which mergekit takes apart at spaces,
+    ``+`` and ``@``.
+    """
     tensors = NumberedTensors(tensors=task.gather_tensors.tensors)
     return task.model_copy(update={"gather_tensors": tensors})
 
@@ -126,7 +129,9 @@ def _extended_run(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def _recipe_of_ours(path: str) -> recipe.Recipe | None:
-    """The recipe of a file, if it is one by a method of ours; what is wrong with others is for mergekit to say."""
+    """The recipe of a file, if it is one by a method of ours; what is wrong with others is for
+    mergekit to say.
+    """
     try:
         read = recipe.Recipe.read(path)
     except MergeError:

@@ -1,4 +1,6 @@
-"""What ``mergekit-ram inspect`` and ``mergekit-ram compare`` find: one schema for terminal, JSON, plots and model card."""
+"""What ``mergekit-ram inspect`` and ``mergekit-ram compare`` find: one schema for terminal, JSON,
+plots and model card.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,17 @@ CONFLICTING = 0.4
 _MOST_NAMED = 3
 # So many elements in common that a rate of conflicts means something.
 _ENOUGH_SHARED = 100
-# A count that moves by more than this part from one decade of epsilon to the next depends on epsilon.
+# A count that moves by more than this part from one decade of epsilon to the next depends on
+# epsilon.
 _SENSITIVE = 0.25
 
 
 class MagnitudeReport(BaseModel):
     """Histogram of abs(τ) of every agent; elements that the agent left as they were are in no bin.
 
-    ``counts[i][k]``: elements of agent i with ``edges[k - 1]`` < abs(τ) ≤ ``edges[k]``; the first bin starts at 0, the
-    last one, of which there is one more than edges, has no end. Where ``sampled_fraction`` is below 1 the counts are
-    estimated from that part of all elements.
+    ``counts[i][k]``: elements of agent i with ``edges[k - 1]`` < abs(τ) ≤ ``edges[k]``; the first
+    bin starts at 0, the last one, of which there is one more than edges, has no end. Where
+    ``sampled_fraction`` is below 1 the counts are estimated from that part of all elements.
     """
 
     edges: list[float]
@@ -50,8 +53,9 @@ class SweepPoint(BaseModel):
 class Inspection(Report):
     """What the agents of a recipe changed, whatever its method.
 
-    ``rho`` and ``lambda`` are those of ``ramplus`` by ``rescaling``, its r, alpha and ratio. ``epsilon`` is the lowest and
-    the highest of all tensors. ``epsilon_sweep`` holds the exact counts at the recipe's own epsilon, if it has one.
+    ``rho`` and ``lambda`` are those of ``ramplus`` by ``rescaling``, its r, alpha and ratio.
+    ``epsilon`` is the lowest and the highest of all tensors. ``epsilon_sweep`` holds the exact
+    counts at the recipe's own epsilon, if it has one.
     """
 
     kind: Literal["inspection"] = "inspection"
@@ -67,7 +71,9 @@ class Inspection(Report):
         return both / either if either else 0.0
 
     def conflict_rate(self, i: int, j: int) -> float:
-        """Of the elements that agents i and j both changed, those they moved in opposite directions."""
+        """Of the elements that agents i and j both changed, those they moved in opposite
+        directions.
+        """
         both = self.pairwise_shared[i][j]
         return self.pairwise_conflicts[i][j] / both if both else 0.0
 
@@ -88,17 +94,20 @@ class Inspection(Report):
         changed = " to ".join(dict.fromkeys((percent(low), percent(high))))
         if high <= SPARSE:
             yield (
-                f"sparse: the agents changed {changed} of the elements. RAM is made for this: it keeps what one "
+                f"sparse: the agents changed {changed} of the elements. RAM is made for this: it "
+                "keeps what one "
                 "agent alone changed whole, where averaging would divide it by the number of agents"
             )
         elif low > DENSE:
             yield (
-                f"nearly dense: the agents changed {changed} of the elements, so almost every element is shared and "
+                f"nearly dense: the agents changed {changed} of the elements, so almost every "
+                "element is shared and "
                 "RAM is close to averaging"
             )
         else:
             yield (
-                f"partly dense: the agents changed {changed} of the elements. RAM keeps the unique part whole; "
+                f"partly dense: the agents changed {changed} of the elements. RAM keeps the "
+                "unique part whole; "
                 "see with mergekit-ram compare what that is worth here"
             )
         changes = sum(agent.changed for agent in self.agents)
@@ -121,7 +130,8 @@ class Inspection(Report):
         for i, j in colliding[:_MOST_NAMED]:
             chance = self.agents[i].changed * self.agents[j].changed / self.total
             yield (
-                f"{names[i]} and {names[j]} collide: they share {percent(self.jaccard(i, j))} of what either changed "
+                f"{names[i]} and {names[j]} collide: they share {percent(self.jaccard(i, j))} of "
+                "what either changed "
                 f"({self.pairwise_shared[i][j] / chance:.1f} times as much as by chance) and move "
                 f"{percent(self.conflict_rate(i, j))} of the shared ones in opposite directions"
             )
@@ -129,7 +139,8 @@ class Inspection(Report):
             yield f"{len(colliding) - _MOST_NAMED} more pairs collide, less than these"
         if colliding:
             yield (
-                "for shared elements try shared: ties, which elects a direction instead of averaging, or weight, to "
+                "for shared elements try shared: ties, which elects a direction instead of "
+                "averaging, or weight, to "
                 "let one agent count for more"
             )
 
@@ -144,12 +155,14 @@ class Inspection(Report):
         hidden = at[below] / max(at[low], 1) - 1
         if lost > _SENSITIVE:
             yield (
-                f"epsilon matters here: at {power(above)} instead of {power(low)} {percent(lost)} of the updates would no "
+                f"epsilon matters here: at {power(above)} instead of {power(low)} {percent(lost)} "
+                "of the updates would no "
                 "longer count"
             )
         if hidden > _SENSITIVE:
             yield (
-                f"updates below epsilon: at {power(below)} instead of {power(low)} {percent(hidden)} more would count"
+                f"updates below epsilon: at {power(below)} instead of {power(low)} "
+                f"{percent(hidden)} more would count"
             )
 
     def to_markdown(self) -> str:
@@ -166,7 +179,7 @@ class Inspection(Report):
                 f"| --- |{' ---: |' * len(names)}",
             ]
             for i, name in enumerate(names):
-                cells = ["" if i == j else percent(self.jaccard(i, j)) for j in range(len(names))]  # fmt: skip
+                cells = ["" if i == j else percent(self.jaccard(i, j)) for j in range(len(names))]
                 lines.append(f"| {name} | {' | '.join(cells)} |")
         return "\n".join(lines) + "\n"
 
@@ -174,10 +187,11 @@ class Inspection(Report):
 class AgentComparison(BaseModel):
     """What is left of one agent in one merged model. δ = merged − base, τ the agent's task vector.
 
-    ``unique_retention`` and ``shared_retention``: least-squares coefficient of δ on τ over the elements that the agent
-    alone, or with others, changed by more than epsilon; 1 is kept whole. ``cosine`` of δ and τ. ``sign_agreement``:
-    fraction of the changed elements that the merge moves in the agent's direction. ``norm_ratio``: norm of δ over
-    that of τ. None where nothing is there to compare with.
+    ``unique_retention`` and ``shared_retention``: least-squares coefficient of δ on τ over the
+    elements that the agent alone, or with others, changed by more than epsilon; 1 is kept whole.
+    ``cosine`` of δ and τ. ``sign_agreement``: fraction of the changed elements that the merge moves
+    in the agent's direction. ``norm_ratio``: norm of δ over that of τ. None where nothing is there
+    to compare with.
     """
 
     model: str
@@ -191,8 +205,8 @@ class AgentComparison(BaseModel):
 
 
 class MethodComparison(BaseModel):
-    """One merge method. ``assumed`` are the parameters that the recipe lacks, ``changed`` the elements it moved by more
-    than epsilon, ``seconds`` what its own arithmetic took."""
+    """One merge method. ``assumed`` are the parameters that the recipe lacks, ``changed`` the
+    elements it moved by more than epsilon, ``seconds`` what its own arithmetic took."""
 
     method: str
     parameters: dict[str, Any]
@@ -233,9 +247,11 @@ class Comparison(BaseModel):
         lines = [
             "### What merge methods keep of each agent",
             "",
-            "Least-squares coefficient of the merged model's change on each agent's own: 1 is kept whole, 0 is lost.",
+            "Least-squares coefficient of the merged model's change on each agent's own: 1 is "
+            "kept whole, 0 is lost.",
             "",
-            f"| method | {' | '.join(f'{name} unique | {name} shared' for name in self.names())} | cosine |",
+            f"| method | {' | '.join(f'{name} unique | {name} shared' for name in self.names())} "
+            "| cosine |",
             f"| --- |{' ---: | ---: |' * len(self.names())} ---: |",
         ]
         for method in self.methods:
@@ -261,7 +277,9 @@ def short_names(models: Sequence[str]) -> list[str]:
 
 
 def percent(part: float) -> str:
-    """A fraction as a percentage of two significant digits at least; never 0 % or 100 % of what is neither."""
+    """A fraction as a percentage of two significant digits at least; never 0 % or 100 % of what is
+    neither.
+    """
     value = 100 * part
     if value in (0, 100):
         return f"{value:.0f}%"

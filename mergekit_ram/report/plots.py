@@ -109,10 +109,10 @@ def layer_sparsity(inspection: Inspection) -> Figure:
     parts = inspection.layers
     for i, name in enumerate(inspection.names()):
         rates = [part.changed[i] / max(part.total, 1) for part in parts]
-        axes.plot(rates, label=name, color=_colour(i), marker=_marker(i))  # fmt: skip
+        axes.plot(rates, label=name, color=_colour(i), marker=_marker(i))
     labels = _layer_labels(parts)
     step = max(1, -(-len(labels) // 14))
-    axes.set_xticks(range(0, len(labels), step), labels[::step], rotation=45, ha="right")  # fmt: skip
+    axes.set_xticks(range(0, len(labels), step), labels[::step], rotation=45, ha="right")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(_PERCENT)
     axes.set_ylabel("elements changed")
@@ -127,10 +127,12 @@ def magnitude_histogram(inspection: Inspection) -> Figure:
     magnitudes = inspection.magnitudes
     # The open bins at both ends are drawn a half-decade wide.
     edges = [magnitudes.edges[0] / 3, *magnitudes.edges, magnitudes.edges[-1] * 3]
-    held = [k for k in range(len(edges) - 1) if any(row[k] for row in magnitudes.counts)]  # fmt: skip
+    held = [k for k in range(len(edges) - 1) if any(row[k] for row in magnitudes.counts)]
     for i, (name, counts) in enumerate(zip(inspection.names(), magnitudes.counts)):
         parts = [count / max(sum(counts), 1) for count in counts]
-        axes.stairs(parts, edges, label=name, color=_colour(i), linestyle=("-", "--", ":", "-.")[i % 4])  # fmt: skip
+        axes.stairs(
+            parts, edges, label=name, color=_colour(i), linestyle=("-", "--", ":", "-.")[i % 4]
+        )
     axes.set_xscale("log")
     low, high = inspection.epsilon
     if held:
@@ -153,7 +155,7 @@ def epsilon_sweep(inspection: Inspection) -> Figure:
         total = max(inspection.agents[i].total, 1)
         changed = [point.changed[i] / total for point in points]
         shared = [point.shared[i] / total for point in points]
-        style = {"color": _colour(i), "marker": _marker(i)}  # fmt: skip
+        style = {"color": _colour(i), "marker": _marker(i)}
         axes.plot(epsilons, changed, label=name, **style)
         axes.plot(epsilons, shared, linestyle="--", markerfacecolor="white", **style)
     axes.plot([], [], color="0.4", label="changed")
@@ -206,7 +208,16 @@ def _bars(axes: Axes, rows: Sequence[Sequence[float | None]], names: Sequence[st
     for i, (name, row) in enumerate(zip(names, rows)):
         places = [k + (i - (len(rows) - 1) / 2) * width for k in range(len(row))]
         heights = [math.nan if value is None else value for value in row]
-        axes.bar(places, heights, width, label=name, color=_colour(i), hatch=_HATCHES[i % len(_HATCHES)], edgecolor="white", linewidth=0.5)  # fmt: skip
+        axes.bar(
+            places,
+            heights,
+            width,
+            label=name,
+            color=_colour(i),
+            hatch=_HATCHES[i % len(_HATCHES)],
+            edgecolor="white",
+            linewidth=0.5,
+        )
 
 
 def _mark_epsilon(axes: Axes, inspection: Inspection) -> None:

@@ -1,4 +1,6 @@
-"""What a merge found out about its agents: collected while merging, one object for terminal, JSON and plots."""
+"""What a merge found out about its agents: collected while merging, one object for terminal, JSON
+and plots.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,9 @@ DENSE = 0.9
 class AgentReport(BaseModel):
     """One agent over the whole merge.
 
-    ``overlap_histogram[k]`` is how many elements the agent and exactly k others changed; it sums to ``changed``.
-    ``lambda`` is the factor on the agent's unique updates, None where it differs between tensors and only
-    ``lambda_range`` holds.
+    ``overlap_histogram[k]`` is how many elements the agent and exactly k others changed; it sums to
+    ``changed``. ``lambda`` is the factor on the agent's unique updates, None where it differs
+    between tensors and only ``lambda_range`` holds.
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -53,7 +55,9 @@ class AgentReport(BaseModel):
 
 
 class PartReport(BaseModel):
-    """Some of the tensors: a layer, or a module type across layers. Lists are in the order of the agents."""
+    """Some of the tensors: a layer, or a module type across layers. Lists are in the order of the
+    agents.
+    """
 
     name: str
     total: int
@@ -64,7 +68,9 @@ class PartReport(BaseModel):
 
 
 class Report(BaseModel):
-    """A merge's agents and their overlap, in elements. ``pairwise_*[i][j]`` are of agents i and j."""
+    """A merge's agents and their overlap, in elements. ``pairwise_*[i][j]``
+    are of agents i and j.
+    """
 
     schema_version: int = SCHEMA_VERSION
     versions: dict[str, str]
@@ -84,20 +90,24 @@ class Report(BaseModel):
         """What a person who merges these agents should know, a sentence or two each."""
         if not any(agent.changed for agent in self.agents):
             return [
-                "no agent changed any element by more than epsilon, so the merged model is the base. Lower "
+                "no agent changed any element by more than epsilon, so the merged model is the "
+                "base. Lower "
                 "epsilon, and look whether a 16-bit dtype rounds the updates away"
             ]
         advice = []
         for agent in self.agents:
             if agent.total and not agent.changed:
                 advice.append(
-                    f"{agent.model} does not differ from the base by more than epsilon, so it adds nothing. Is it "
+                    f"{agent.model} does not differ from the base by more than epsilon, so it "
+                    "adds nothing. Is it "
                     "the right checkpoint?"
                 )
             if agent.changed > DENSE * agent.total:
                 advice.append(
-                    f"{agent.model} changed {agent.changed / agent.total:.0%} of the elements: a dense task vector, "
-                    "as of a merged LoRA or supervised fine-tuning, which RAM little more than averages. Try a "
+                    f"{agent.model} changed {agent.changed / agent.total:.0%} of the elements: a "
+                    "dense task vector, "
+                    "as of a merged LoRA or supervised fine-tuning, which RAM little more than "
+                    "averages. Try a "
                     "larger epsilon, or ties or dare_ties"
                 )
         return advice
@@ -107,7 +117,8 @@ class Report(BaseModel):
         lines = [
             "### Reinforced Agent Merging",
             "",
-            f"Of {self.total:,} elements each agent changed some; updates that only one agent made are kept and "
+            f"Of {self.total:,} elements each agent changed some; updates that only one agent "
+            "made are kept and "
             "rescaled by λ, updates of several agents are combined.",
             "",
             "| agent | changed | unique | shared | overlap-unique ratio ρ | λ |",
@@ -117,7 +128,8 @@ class Report(BaseModel):
             share = agent.changed / agent.total if agent.total else 0
             factors = " – ".join(f"{f:.4g}" for f in dict.fromkeys(agent.lambda_range))
             lines.append(
-                f"| {agent.model} | {agent.changed:,} ({share:.1%}) | {agent.unique:,} | {agent.shared:,} "
+                f"| {agent.model} | {agent.changed:,} ({share:.1%}) | {agent.unique:,} | "
+                f"{agent.shared:,} "
                 f"| {agent.rho:.4g} | {factors} |"
             )
         return "\n".join(lines) + "\n"
@@ -159,12 +171,14 @@ class MergeRecord:
         method: name of the merge method.
         base_model: as the recipe names it.
         recipe: the recipe, as plain data.
-        agents: every agent of the recipe, in its order; one without a merged tensor changed nothing.
+        agents: every agent of the recipe, in its order; one without a merged tensor changed
+            nothing.
         ratio: how ρ is taken.
         alpha: ρ of an agent with shared but no unique elements.
 
     Attributes:
-        reported: whether a report is made of it; what it would say at the end is logged at once otherwise.
+        reported: whether a report is made of it; what it would say at the end is logged at once
+            otherwise.
         overflows: by tensor, elements that are not finite though all inputs are.
     """
 
@@ -202,7 +216,9 @@ class MergeRecord:
             self._tensors[tensor] = overlap, rescaling
 
     def add_overflow(self, tensor: str, count: int) -> None:
-        """Keep for the report, or log the first one, how many elements are not finite though all inputs are."""
+        """Keep for the report, or log the first one, how many elements are not finite though all
+        inputs are.
+        """
         with self._lock:
             first = not self.overflows
             self.overflows[tensor] = count
@@ -286,14 +302,18 @@ class MergeRecord:
 
 
 def overflow_warnings(overflows: Mapping[str, int]) -> list[str]:
-    """Say which tensors merged to infinity or NaN, though their inputs are finite; how many elements by tensor."""
+    """Say which tensors merged to infinity or NaN, though their inputs are finite; how many
+    elements by tensor.
+    """
     if not overflows:
         return []
     first, *others = sorted(overflows)
     more = f" and {len(others)} more" if others else ""
     return [
-        f"{sum(overflows.values())} elements of {first}{more} are not finite in the merged model, though all inputs are: "
-        "they overflow its dtype. Use dtype or out_dtype bfloat16 or float32, or a smaller lambda or r"
+        f"{sum(overflows.values())} elements of {first}{more} are not finite in the merged model, "
+        "though all inputs are: "
+        "they overflow its dtype. Use dtype or out_dtype bfloat16 or float32, or a smaller lambda "
+        "or r"
     ]
 
 
@@ -302,13 +322,17 @@ _KIND = re.compile(r"\.(weight|bias)$")
 
 
 def layer_of(tensor: str) -> str:
-    """``model.layers.3`` of ``model.layers.3.mlp.up_proj.weight``; outside a layer, the tensor's module."""
+    """``model.layers.3`` of ``model.layers.3.mlp.up_proj.weight``; outside a layer, the tensor's
+    module.
+    """
     found = _NUMBERED.fullmatch(tensor)
     return found.group(1) if found else _KIND.sub("", tensor)
 
 
 def module_type_of(tensor: str) -> str:
-    """``mlp.up_proj`` of ``model.layers.3.mlp.up_proj.weight``; further numbers, as of experts, become ``*``."""
+    """``mlp.up_proj`` of ``model.layers.3.mlp.up_proj.weight``; further numbers, as of experts,
+    become ``*``.
+    """
     found = _NUMBERED.fullmatch(tensor)
     inner = found.group(2) if found else tensor
     return re.sub(r"\b\d+\b", "*", _KIND.sub("", inner))

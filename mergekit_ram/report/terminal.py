@@ -134,7 +134,11 @@ def _magnitude_table(inspection: Inspection) -> Table:
 
 
 def _sweep_table(inspection: Inspection) -> Table:
-    points = [p for p in inspection.epsilon_sweep if p.epsilon in _DECADES or p.epsilon in inspection.epsilon]  # fmt: skip
+    points = [
+        p
+        for p in inspection.epsilon_sweep
+        if p.epsilon in _DECADES or p.epsilon in inspection.epsilon
+    ]
     table = _table(
         "Changed elements by epsilon, and the shared ones among them" + _sampled(inspection),
         *("agent", *(power(point.epsilon) for point in points)),
@@ -188,7 +192,7 @@ def _methods_table(comparison: Comparison) -> Table:
         _marked([method.mean(measure) for method in comparison.methods], best, written)
         for _, measure, best, written in _COLUMNS
     ]
-    columns.append([percent(m.changed / max(comparison.total, 1)) for m in comparison.methods])  # fmt: skip
+    columns.append([percent(m.changed / max(comparison.total, 1)) for m in comparison.methods])
     seconds = [method.seconds for method in comparison.methods]
     columns.append(_marked(seconds, lambda v: -v, lambda v: f"{v:.3g}"))
     table = _table(
@@ -224,7 +228,8 @@ def _retention_table(comparison: Comparison) -> Table:
 
 def _reading(comparison: Comparison) -> list[str]:
     sentences = [
-        "kept: 1 is whole, 0 is lost; unique are updates of one agent alone, shared those of several. norm: of the "
+        "kept: 1 is whole, 0 is lost; unique are updates of one agent alone, shared those of "
+        "several. norm: of the "
         "merged change, over the agent's. changed: elements moved by more than epsilon"
     ]
     given = [
@@ -239,7 +244,9 @@ def _reading(comparison: Comparison) -> list[str]:
 
 
 def _settings(method: MethodComparison, comparison: Comparison) -> str:
-    """The parameters that the recipe sets or lacks; those at a method's own default are in the JSON."""
+    """The parameters that the recipe sets or lacks; those at a method's own default are in the
+    JSON.
+    """
     named = _parameters_of(comparison.recipe)
     shown = [
         f"{name} {_plain(value)}{'+' * (name in method.assumed)}"

@@ -1,7 +1,8 @@
-"""What several merge methods keep of the same agents: each is run on every tensor of a recipe, in memory.
+"""What several merge methods keep of the same agents: each is run on every tensor of a recipe, in
+memory.
 
-One pass through mergekit's graph loads a tensor of every model, lets each method merge it by mergekit's own means, takes
-the sums of ``retention`` and lets everything go.
+One pass through mergekit's graph loads a tensor of every model, lets each method merge it by
+mergekit's own means, takes the sums of ``retention`` and lets everything go.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from mergekit_ram.tools.progress import progress
 
 DEFAULT_METHODS = ("ram", "ramplus", "ties", "dare_ties", "task_arithmetic", "linear")
 
-# Values of parameters that a method has no default for, and the density that the papers of those that prune suggest.
+# Values of parameters that a method has no default for, and the density that the papers of those
+# that prune suggest.
 _ASSUMED = {"weight": 1.0, "t": 0.5}
 _PRUNED_DENSITY = 0.5
 _PRUNING = (
@@ -151,7 +153,9 @@ class CompareTensor(Task[Any]):
     def _merge(
         self, method: PlannedMethod, tensors: dict[ModelReference, torch.Tensor]
     ) -> tuple[float, torch.Tensor]:
-        """Seconds and result of one method, whose random choices depend on the seed and the tensor alone."""
+        """Seconds and result of one method, whose random choices depend on the seed and the tensor
+        alone.
+        """
         name = self.counted.output_weight.name
         merge, dtype = method.merges[name], method.dtypes[name]
         needs_overlap = isinstance(merge, RamMerge) and merge.overlap is not None
@@ -162,7 +166,7 @@ class CompareTensor(Task[Any]):
             try:
                 merged = merge.execute(tensors, **extra)
             except (ValueError, RuntimeError, TypeError) as error:
-                raise MergeError(f"{method.name} cannot merge {name}: {error}") from error  # fmt: skip
+                raise MergeError(f"{method.name} cannot merge {name}: {error}") from error
             if merged.is_cuda:
                 torch.cuda.synchronize(merged.device)
             seconds = time.perf_counter() - start
@@ -174,7 +178,8 @@ def compare(
 ) -> Comparison:
     """Run every method on the models of a recipe and measure what is left of each agent.
 
-    A method's value for a parameter is the recipe's, else a usual one where the method has no default of its own.
+    A method's value for a parameter is the recipe's, else a usual one where the method has no
+    default of its own.
 
     Raises:
         MergeError: the recipe cannot be merged, by one of the methods at least.
@@ -244,7 +249,8 @@ def _plan(recipe: Recipe, options: MergeOptions, name: str) -> PlannedMethod:
 
 
 def _merge_of(save: SaveTensor) -> ExecuteMergeMethodTask:
-    """The merge of the models that the method takes: not of the base where that would be one among the others to it.
+    """The merge of the models that the method takes: not of the base where that would be one among
+    the others to it.
 
     Where slices have unlike sources, mergekit also leaves some out of what comes after the layers.
     """
@@ -258,7 +264,9 @@ def _merge_of(save: SaveTensor) -> ExecuteMergeMethodTask:
 
 
 def _sum(found: Sequence[Compared], method: int, agents: Sequence[ModelReference]) -> Retention:
-    """One method's retention over all tensors; an agent absent from a tensor changed nothing there."""
+    """One method's retention over all tensors; an agent absent from a tensor
+    changed nothing there.
+    """
     sums = dict.fromkeys(agents, AgentRetention())
     for compared in found:
         kept = compared.outcomes[method].retention
@@ -302,7 +310,9 @@ def _report(
 
 
 def _parameters(method: PlannedMethod) -> dict[str, Any]:
-    """A value for each parameter; by model where models differ, [lowest, highest] where tensors do."""
+    """A value for each parameter; by model where models differ, [lowest,
+    highest] where tensors do.
+    """
     merges = method.merges.values()
     values: dict[str, Any] = {}
     for name in parameter_names(method.name, by_model=False):

@@ -1,6 +1,8 @@
-"""What the agents of a recipe changed, and how their changes overlap: one pass through mergekit's graph, nothing written.
+"""What the agents of a recipe changed, and how their changes overlap: one pass through mergekit's
+graph, nothing written.
 
-Whatever method the recipe names, its agents are counted as ``ramplus`` would count them for its model-wide ratio.
+Whatever method the recipe names, its agents are counted as ``ramplus`` would count them for its
+model-wide ratio.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from mergekit_ram.report.findings import Inspection, MagnitudeReport, SweepPoint
 from mergekit_ram.tools import plans
 from mergekit_ram.tools.progress import progress
 
-# Magnitudes are measured on one of so many blocks of a tensor; all of them take several times as long as counting.
+# Magnitudes are measured on one of so many blocks of a tensor; all of them take several times as
+# long as counting.
 SAMPLE_EVERY = 128
 
 

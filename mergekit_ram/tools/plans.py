@@ -1,7 +1,7 @@
 """Plans of recipes for any merge method, without merging anything.
 
-mergekit plans a recipe for ``mergekit-yaml`` and one for ``mergekit-pytorch`` in different ways. Both end in a list of
-``SaveTensor`` tasks, one an output tensor, each of the merge that makes it.
+mergekit plans a recipe for ``mergekit-yaml`` and one for ``mergekit-pytorch`` in different ways.
+Both end in a list of ``SaveTensor`` tasks, one an output tensor, each of the merge that makes it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def prepared(recipe: Recipe, options: MergeOptions) -> Recipe:
     """
     if not any(values_of(recipe.content, "base_model")):
         raise MergeError(
-            "the recipe names no base_model, and what an agent changed is its difference from the base: add "
+            "the recipe names no base_model, and what an agent changed is its difference from the "
+            "base: add "
             "base_model, the model that all agents were trained from"
         )
     if recipe.of_state_dicts:
@@ -67,7 +68,8 @@ def merge_files(recipe: Recipe, out_path: str, options: MergeOptions) -> None:
 
 
 def plan(recipe: Recipe, options: MergeOptions) -> list[SaveTensor]:
-    """Every output tensor and how it is made. For our own methods all problems of the recipe are found first.
+    """Every output tensor and how it is made. For our own methods all problems of the recipe are
+    found first.
 
     Raises:
         MergeError: it cannot be merged.

@@ -1,7 +1,7 @@
 """What checkpoints hold, from their configs, indexes and headers alone: no weight is read.
 
-``headers`` describes a tensor, ``files`` one file of them, ``directories`` a whole checkpoint; ``quantization`` tells
-weights from codes that stand for them.
+``headers`` describes a tensor, ``files`` one file of them, ``directories`` a whole checkpoint;
+``quantization`` tells weights from codes that stand for them.
 """
 
 from mergekit_ram.host.checkpoint.directories import Checkpoint

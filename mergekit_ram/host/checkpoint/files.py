@@ -1,4 +1,6 @@
-"""The tensors of one file. Whatever the file is, reading its description neither hangs nor allocates what it claims."""
+"""The tensors of one file. Whatever the file is, reading its description neither hangs nor
+allocates what it claims.
+"""
 
 from __future__ import annotations
 
@@ -71,10 +73,12 @@ def read_json(path: str) -> Any:
 
 
 def require_file(path: str) -> None:
-    """Refuse what is not a file, or a link to one: opening a pipe waits, and reading a device never ends.
+    """Refuse what is not a file, or a link to one: opening a pipe waits, and reading a device never
+    ends.
 
     Raises:
-        UnreadableError: with the system's reason, clearer than what safetensors and torch make of it.
+        UnreadableError: with the system's reason, clearer than what safetensors and torch make of
+            it.
     """
     try:
         mode = os.stat(path).st_mode
@@ -90,7 +94,9 @@ def require_file(path: str) -> None:
 
 
 def spans(path: str) -> dict[str, tuple[int, int]]:
-    """First byte and number of bytes of every tensor in a safetensors file; nothing of one that is damaged."""
+    """First byte and number of bytes of every tensor in a safetensors file; nothing of one that is
+    damaged.
+    """
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
@@ -132,7 +138,9 @@ def _safetensors_tensors(path: str) -> dict[str, TensorHeader]:
 
 
 def _pickled(path: str, lazy: bool) -> Content:
-    """Tensors of a pickle, as torch and mergekit read it, which build nothing but tensors and plain data."""
+    """Tensors of a pickle, as torch and mergekit read it, which build nothing but tensors and plain
+    data.
+    """
     stored = _attempt(
         lambda: torch.load(path, map_location="meta", weights_only=True),
         "not a pickle of tensors, or damaged",
@@ -189,7 +197,9 @@ def _lazily(path: str, content: Content) -> Content:
 
 
 def _is_read_lazily(entry: Any) -> bool:
-    """Whether mergekit, which reads as many elements as a tensor has, from its first on, gets all that it spans."""
+    """Whether mergekit, which reads as many elements as a tensor has, from its first on, gets all
+    that it spans.
+    """
     if not isinstance(entry, DeferredLoad) or not entry.shape:
         return False
     if 0 in entry.shape:

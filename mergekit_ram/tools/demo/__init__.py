@@ -1,8 +1,9 @@
-"""The demo: three agents that come with this package, merged by several methods and scored on what each one learned.
+"""The demo: three agents that come with this package, merged by several methods and scored on what
+each one learned.
 
-``families`` holds the tasks, ``evaluate`` scores checkpoints on them, ``merging`` writes recipes and runs them;
-benchmarks/agents trains such agents and compares the methods by the same three modules. ``checkpoints`` holds a base
-and its agents, see the README there.
+``families`` holds the tasks, ``evaluate`` scores checkpoints on them, ``merging`` writes recipes
+and runs them; benchmarks/agents trains such agents and compares the methods by the same three
+modules. ``checkpoints`` holds a base and its agents, see the README there.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ TASKS_PER_FAMILY = 200
 class MethodScore(BaseModel):
     """A model's scores: the part of a family's unseen tasks that it answers exactly.
 
-    ``method`` is a merge method, ``base``, or ``agent: `` and the family that the agent was trained on.
+    ``method`` is a merge method, ``base``, or ``agent: `` and the family that the agent was trained
+    on.
     """
 
     method: str
@@ -64,7 +66,8 @@ def run_demo(
     tasks: int = TASKS_PER_FAMILY,
     progress: Callable[[str], None] = lambda _: None,
 ) -> DemoResult:
-    """Write checkpoints and recipes to a directory, merge by every method, and score base, agents and merges.
+    """Write checkpoints and recipes to a directory, merge by every method, and score base, agents
+    and merges.
 
     Args:
         tasks: how many of each family, the same ones for all models.

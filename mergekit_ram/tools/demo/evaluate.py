@@ -1,4 +1,6 @@
-"""Scores of a checkpoint: the part of unseen tasks of each family that it answers exactly, by greedy generation."""
+"""Scores of a checkpoint: the part of unseen tasks of each family that it answers exactly, by
+greedy generation.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def generate(
     *,
     sample: bool = False,
 ) -> list[list[int]]:
-    """Continue prompts in one batch: each completion's token IDs up to and with the end token, if it was reached.
+    """Continue prompts in one batch: each completion's token IDs up to and with the end token, if
+    it was reached.
 
     Args:
         sample: draw from the model's distribution, as it is, instead of taking the likeliest token.
@@ -72,7 +75,9 @@ def score(
     count: int = 500,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Accuracy of a checkpoint by family, over ``count`` tasks each. Computed in float32 from the saved weights."""
+    """Accuracy of a checkpoint by family, over ``count`` tasks each. Computed in float32 from the
+    saved weights.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

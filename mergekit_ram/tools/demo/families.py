@@ -1,4 +1,6 @@
-"""Three families of tasks with answers that a program can verify, and the characters they are written in."""
+"""Three families of tasks with answers that a program can verify, and the characters they are
+written in.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,14 @@ class Task(NamedTuple):
     answer: str
 
 
-# The tools and their parameters in the order of a call; the models learn them, no prompt lists them.
+# The tools and their parameters in the order of a call; the models learn them, no prompt lists
+# them.
 TOOLS = {"book": "cdn", "mail": "tsb", "ride": "fth", "plot": "xyz"}
 
 
 def tool_call(random: random.Random) -> Task:
-    """Call a tool with the named values of a request in the order of the tool's signature, ``-`` for one not given.
+    """Call a tool with the named values of a request in the order of the tool's signature, ``-``
+    for one not given.
 
     ``book n2 c7>`` → ``book(7,-,2)``
     """
@@ -78,7 +82,9 @@ FAMILIES: dict[str, Callable[[random.Random], Task]] = {
 
 
 def split_of(prompt: str) -> Split:
-    """The split a prompt belongs to, so that none is in two: a tenth each for test and validation."""
+    """The split a prompt belongs to, so that none is in two: a tenth each for
+    test and validation.
+    """
     splits: dict[int, Split] = {0: "test", 1: "validation"}
     return splits.get(zlib.crc32(prompt.encode()) % 10, "train")
 
@@ -103,7 +109,9 @@ def draw(family: str, split: Split, count: int, seed: int | str = 0) -> list[Tas
 
 
 def character_tokenizer() -> Qwen2Tokenizer:
-    """One token a character: Qwen2's byte-pair encoding without any pair, so that AutoTokenizer loads it as it is."""
+    """One token a character: Qwen2's byte-pair encoding without any pair, so that AutoTokenizer
+    loads it as it is.
+    """
     from transformers import Qwen2Tokenizer
 
     # Byte-level encodings write a space so.
