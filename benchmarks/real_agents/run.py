@@ -1,0 +1,133 @@
+"""The whole benchmark: train agents of a real pretrained model, merge by every method, score.
+
+    python benchmarks/real_agents/run.py --seeds 3 --jobs 2
+
+What is finished is kept, agents in ``--work`` and scores in ``results``, so a stopped run goes on
+where it was. Every process has one thread: on a shared machine several wait less than one of many.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import click
+import torch
+from families import FAMILIES
+from jobs import Job, work
+from table import write_table
+from train import Training, train_agent, train_base
+
+RESULTS = Path(__file__).parent / "results"
+# Learning rate and steps of every family, chosen by the rewards of training alone.
+TRAININGS = {
+    "recall": (1e-5, 50),
+    "tool_call": (1e-5, 50),
+    "sorting": (1e-5, 50),
+    "program": (1e-5, 50),
+    "date": (1e-5, 50),
+    "reverse": (1e-5, 50),
+}
+# The families of each group that is merged, by the number of agents.
+GROUPS = {count: list(FAMILIES)[:count] for count in (4, 2, 3, 6)}
+STAGES = ("train", "score")
+
+
+def training(family: str, seed: int) -> Training:
+    return Training(family, seed, *TRAININGS[family])
+
+
+def train_jobs(directory: Path, seeds: int) -> Iterator[Job]:
+    """The base, then four families' agents of every seed, then the other two's."""
+    pretrained, base = directory / "pretrained", directory / "base"
+    from policy import unpack_pretrained
+
+    yield Job(pretrained, (), partial(unpack_pretrained, pretrained))
+    yield Job(base, (pretrained,), partial(train_base, pretrained, base))
+    first = list(FAMILIES)[:4]
+    for families in (first, list(FAMILIES)[4:]):
+        for seed, family in itertools.product(range(seeds), families):
+            one = training(family, seed)
+            target, log = directory / one.name, RESULTS / "training" / f"{one.name}.json"
+            yield Job(target, (base,), partial(train_agent, base, one, target, log))
+
+
+def score_jobs(directory: Path, seeds: int) -> Iterator[Job]:
+    """Base and agents, then for every number of agents and every seed all the merges."""
+    import score
+    from merges import METHODS
+
+    base, scores = directory / "base", RESULTS / "scores"
+    models = {"base": base} | {
+        (one := training(family, seed)).name: directory / one.name
+        for seed in range(seeds)
+        for family in FAMILIES
+    }
+    for name, path in models.items():
+        result = scores / "models" / f"{name}.json"
+        run = partial(score.score_checkpoint, path, base, list(FAMILIES), result)
+        yield Job(result, (path,), run)
+    for seed, (count, families) in itertools.product(range(seeds), GROUPS.items()):
+        agents = [training(family, seed) for family in families]
+        results = scores / f"{count}-agents-seed{seed}"
+        group = score.Group(base, agents, directory, results)
+        result = results / "overlap.json"
+        yield Job(result, group.paths, partial(score.measure_overlap, group, result))
+        for method in METHODS:
+            result = results / f"{method}.json"
+            yield Job(result, group.paths, partial(score.score_method, group, method, result))
+
+
+def work_through(directory: Path, seeds: int, stages: tuple[str, ...]) -> None:
+    """One process's part."""
+    torch.set_num_threads(1)
+    jobs = {"train": train_jobs, "score": score_jobs}
+    work([job for stage in stages for job in jobs[stage](directory, seeds)], directory / "locks")
+
+
+@click.command()
+@click.option("--seeds", default=3, show_default=True, help="How many seeds, from 0.")
+@click.option("--jobs", default=2, show_default=True, help="Processes, of one thread each.")
+@click.option(
+    "--work",
+    "directory",
+    type=click.Path(file_okay=False, path_type=Path, resolve_path=True),
+    default=Path(tempfile.gettempdir()) / "real_agents",
+    show_default=True,
+    help="Where checkpoints are made and kept.",
+)
+@click.option(
+    "--stage",
+    "stages",
+    type=click.Choice([*STAGES, "table"]),
+    multiple=True,
+    default=(*STAGES, "table"),
+    show_default=True,
+    help="What to do; repeat for several.",
+)
+def main(seeds: int, jobs: int, directory: Path, stages: tuple[str, ...]) -> None:
+    """Train, merge, score; writes results/table.json, table.md and plots."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    directory.mkdir(parents=True, exist_ok=True)
+    chosen = tuple(stage for stage in STAGES if stage in stages)
+    if chosen:
+        # Not forked: a process that has used torch's threads is not safe to fork.
+        spawn = multiprocessing.get_context("spawn")
+        processes = [
+            spawn.Process(target=work_through, args=(directory, seeds, chosen)) for _ in range(jobs)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    if "table" in stages:
+        write_table(RESULTS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""What run.py has measured so far, as JSON, Markdown and plots.
+
+Intervals are of a bootstrap that draws seeds and, for each family, test tasks, the same for every
+entry, so differences are paired. With one seed they speak of that seed's agents alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from plots import plot_counts, plot_curves, plot_scores
+
+RESAMPLES, COVERED = 2000, (2.5, 97.5)
+RUNS = ("default", "tuned")
+Marks = np.ndarray  # [seed, family, task] of 0 and 1
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def to_marks(results: Iterable[Mapping[str, str]], families: Sequence[str]) -> Marks:
+    return np.array([[[int(mark) for mark in one[f]] for f in families] for one in results])
+
+
+def resample(marks: Mapping[str, Marks]) -> dict[str, np.ndarray]:
+    """Mean pass rates of resampled seeds and tasks, the same for all entries."""
+    random = np.random.default_rng(0)
+    seeds, families, tasks = next(iter(marks.values())).shape
+    found: dict[str, list[float]] = {name: [] for name in marks}
+    for _ in range(RESAMPLES):
+        seed = random.integers(seeds, size=(seeds, 1, 1))
+        task = random.integers(tasks, size=(1, families, tasks))
+        family = np.arange(families)[None, :, None]
+        for name, values in marks.items():
+            found[name].append(values[seed, family, task].mean())
+    return {name: np.array(values) for name, values in found.items()}
+
+
+def interval(values: np.ndarray) -> list[float]:
+    return np.percentile(values, COVERED).tolist()
+
+
+def summarise_group(scores: Path, count: int, seeds: Sequence[int]) -> dict:
+    """All entries of the merges of so many agents, over the seeds for which they are complete."""
+    directories = [scores / f"{count}-agents-seed{seed}" for seed in seeds]
+    overlaps = [read(directory / "overlap.json") for directory in directories]
+    names = [overlap["agents"] for overlap in overlaps]
+    families = [name.split("-")[0] for name in names[0]]
+    models = {path.stem: read(path) for path in (scores / "models").glob("*.json")}
+    own = [{f: models[name][f] for f, name in zip(families, agents)} for agents in names]
+    marks = {
+        "base": to_marks([models["base"]] * len(seeds), families),
+        "each specialist on its own": to_marks(own, families),
+    }
+    for family, *agents in zip(families, *names):
+        marks[f"specialist: {family}"] = to_marks([models[name] for name in agents], families)
+    methods = methods_of(directories[0])
+    results = {method: [read(d / f"{method}.json") for d in directories] for method in methods}
+    for method, found in results.items():
+        for run in RUNS:
+            marks[f"{method}, {run}"] = to_marks([one[run] for one in found], families)
+    drawn = resample(marks)
+    return {
+        "agents": count,
+        "seeds": list(seeds),
+        "families": families,
+        "entries": {name: entry(name, marks, drawn) for name in marks},
+        "settings": {m: [one["settings"]["tuned"] for one in r] for m, r in results.items()},
+        "overlap": [summarise_overlap(overlap) for overlap in overlaps],
+    }
+
+
+def entry(name: str, marks: Mapping[str, Marks], drawn: Mapping[str, np.ndarray]) -> dict:
+    """Pass rates; of a merge also what the specialists' rates are kept and the lead over ram."""
+    by_family = marks[name].mean((0, 2))
+    found = {
+        "rate": marks[name].mean(),
+        "interval": interval(drawn[name]),
+        "by_family": by_family.tolist(),
+        "by_seed": marks[name].mean((1, 2)).tolist(),
+    }
+    method, _, run = name.partition(", ")
+    if run in RUNS:
+        specialists = marks["each specialist on its own"]
+        lead = drawn[name] - drawn[f"ram, {run}"]
+        found |= {
+            "retention": (by_family / specialists.mean((0, 2))).tolist(),
+            "minus_ram": marks[name].mean() - marks[f"ram, {run}"].mean(),
+            "minus_ram_interval": interval(lead),
+        }
+    return found
+
+
+def summarise_overlap(overlap: Mapping[str, Any]) -> dict:
+    """As shares: changed of all weights, unique of those changed, conflicts of pairs that share."""
+    changed, unique = np.array(overlap["changed"]), np.array(overlap["unique"])
+    shared = np.array(overlap["pairwise_shared"]).sum()
+    return {
+        "agents": overlap["agents"],
+        "changed": (changed / overlap["elements"]).tolist(),
+        "unique": (unique / changed).tolist(),
+        "changed_by": (np.array(overlap["changed_by"]) / overlap["elements"]).tolist(),
+        "conflicts": float(np.array(overlap["pairwise_conflicts"]).sum() / max(1, shared)),
+    }
+
+
+def methods_of(directory: Path) -> list[str]:
+    """What has been tuned and tested, ``ram`` first."""
+    names = sorted(p.stem for p in directory.glob("*.json") if p.stem != "overlap")
+    return sorted(names, key=lambda name: not name.startswith("ram"))
+
+
+def complete_seeds(scores: Path) -> dict[int, list[int]]:
+    """For every number of agents the seeds for which ``ram`` and all that others have is there."""
+    found: dict[int, list[int]] = {}
+    directories = [d for d in sorted(scores.glob("*-agents-seed*")) if (d / "ram.json").exists()]
+    most = max((len(methods_of(d)) for d in directories), default=0)
+    for directory in directories:
+        if len(methods_of(directory)) == most and (directory / "overlap.json").exists():
+            count, seed = directory.name.split("-agents-seed")
+            found.setdefault(int(count), []).append(int(seed))
+    return dict(sorted(found.items()))
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    rules = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, rules, *rows]) + "\n"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def group_markdown(group: Mapping[str, Any]) -> str:
+    families = group["families"]
+    rows, kept = [], []
+    for name, found in group["entries"].items():
+        low, high = map(percent, found["interval"])
+        row = [name, percent(found["rate"]), f"{low} to {high}"]
+        row += map(percent, found["by_family"])
+        if "minus_ram" in found:
+            low, high = map(percent, found["minus_ram_interval"])
+            row += [f"{100 * found['minus_ram']:+.1f}", f"{low} to {high}"]
+            kept.append([name, *map(percent, found["retention"])])
+        rows.append(row if len(row) == len(families) + 5 else [*row, "", ""])
+    seeds = ", ".join(map(str, group["seeds"]))
+    parts = [
+        f"## {group['agents']} agents, seeds {seeds}\n",
+        "Test tasks answered rightly, in %, and the difference to `ram` with the same tuning.\n",
+        markdown(["", "mean", "95 %", *families, "− ram", "95 %"], rows),
+        "Kept of what each specialist does on its own family, in %.\n",
+        markdown(["", *families], kept),
+        "Chosen on the validation split, by seed.\n",
+        markdown(["", *map(str, group["seeds"])], [[m, *s] for m, s in group["settings"].items()]),
+        overlap_markdown(group),
+    ]
+    return "\n".join(parts)
+
+
+def overlap_markdown(group: Mapping[str, Any]) -> str:
+    rows = [
+        [name, percent(changed), percent(unique)]
+        for overlap in group["overlap"]
+        for name, changed, unique in zip(*(overlap[k] for k in ("agents", "changed", "unique")))
+    ]
+    conflicts = ", ".join(percent(overlap["conflicts"]) for overlap in group["overlap"])
+    return (
+        f"Weights changed, and how many of these by this agent alone, in %. Changes that two agents"
+        f" share have opposite signs in {conflicts} %.\n\n"
+        + markdown(["agent", "changed", "unique of these"], rows)
+    )
+
+
+def write_table(results: Path) -> None:
+    """Table, curves and plots of what is there."""
+    scores = results / "scores"
+    groups = [summarise_group(scores, n, seeds) for n, seeds in complete_seeds(scores).items()]
+    curves = [read(path) for path in sorted((results / "training").glob("*.json"))]
+    if curves:
+        plot_curves(curves, results / "training.png")
+    if not groups:
+        return
+    (results / "table.json").write_text(json.dumps(groups, indent=1) + "\n")
+    (results / "table.md").write_text("\n".join(map(group_markdown, groups)))
+    plot_scores(groups, results / "scores.png")
+    plot_counts(groups, results / "counts.png")
