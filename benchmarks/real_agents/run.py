@@ -26,10 +26,10 @@ from train import Training, train_agent, train_base
 RESULTS = Path(__file__).parent / "results"
 # Learning rate and steps of every family, chosen by the rewards of training alone.
 TRAININGS = {
-    "recall": (1e-5, 50),
+    "recall": (1e-5, 90),
     "tool_call": (1e-5, 50),
-    "sorting": (1e-5, 50),
-    "program": (1e-5, 50),
+    "sorting": (1e-5, 80),
+    "program": (1e-5, 60),
     "date": (1e-5, 50),
     "reverse": (1e-5, 50),
 }
