@@ -179,9 +179,7 @@ def train_agent(model, tokenizer, kind: str, family: str, seed: int) -> Qwen2For
 
 
 def train_base_once() -> Path:
-    """The base that all agents start from, trained if it is not there yet.
-    Returns its directory.
-    """
+    """The directory of the base that all agents start from, trained if it is not there yet."""
     finish(RUNS / "base", train_base)
     return RUNS / "base"
 

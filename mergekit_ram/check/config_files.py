@@ -1,6 +1,4 @@
-"""What is wrong with a model's ``config.json``, said by file and place, before transformers makes
-an object of it.
-"""
+"""What is wrong with a model's ``config.json``, found before transformers makes an object of it."""
 
 from __future__ import annotations
 

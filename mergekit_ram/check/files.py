@@ -1,6 +1,4 @@
-"""What is wrong with a recipe file, be it of ``mergekit-yaml``, ``mergekit-multi`` or
-``mergekit-pytorch``.
-"""
+"""What is wrong with a recipe file, whichever of mergekit's commands it is for."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ def check_file(
     tensor_union: bool = False,
     tensor_intersection: bool = False,
 ) -> tuple[str, list[Problem]]:
-    """The merge methods a recipe file uses, and everything that is wrong with it, found without
-    reading a weight.
+    """The merge methods a recipe file uses, and everything wrong with it. Reads no weight.
 
     A file of several recipes is taken for one of ``mergekit-multi``, one that merges files of
     weights for one of ``mergekit-pytorch``, whose options the last two arguments are.
@@ -74,8 +71,8 @@ def _undumpable(recipes: dict[str | None, Recipe]) -> Iterator[Problem]:
             for model in filter(lambda m: not dumpable(m), config.referenced_models()):
                 yield Problem(
                     RECIPE,
-                    f"mergekit-multi cannot take the path {model}, for a space or a quotation "
-                    "mark in it",
+                    f"mergekit-multi cannot take the path {model}, "
+                    "for a space or a quotation mark in it",
                     "give it another name, by a symbolic link say",
                 )
 

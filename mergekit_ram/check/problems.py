@@ -25,9 +25,7 @@ def parameter_problem(refusal: str) -> Problem:
 
 
 def unplannable(error: Exception) -> Problem:
-    """A problem of a recipe that mergekit's planner fails on, be it the recipe's fault or
-    mergekit's.
-    """
+    """The problem of a recipe that mergekit's planner fails on, by its or mergekit's fault."""
     if isinstance(error, (RuntimeError, ValueError, OSError)):
         return Problem(
             RECIPE,
@@ -46,8 +44,9 @@ RAW_MERGE = "to merge the files of weights name by name, name them in a recipe o
 
 
 def reason(error: Exception, width: int = 300) -> str:
-    """What an error says, on one line of whole sentences. Configs, which mergekit prints whole, are
-    left out.
+    """What an error says, in whole sentences on one line.
+
+    Configs, which mergekit prints whole, are left out.
     """
     text = " ".join(re.sub(r"\{.*\}", "{…}", str(error), flags=re.DOTALL).split())
     if not isinstance(error, (RuntimeError, ValueError, OSError)) or not text:
@@ -69,8 +68,8 @@ def checkpoint_problems(where: str, checkpoint: Checkpoint) -> Iterator[Problem]
         yield Problem(
             where,
             f"it is quantized: {checkpoint.quantization}",
-            "dequantize it first and save float weights; differences of quantized weights mean "
-            "nothing",
+            "dequantize it first and save float weights; "
+            "differences of quantized weights mean nothing",
         )
 
 

@@ -81,8 +81,9 @@ def check(
     *,
     pending: Collection[str] = (),
 ) -> list[Problem]:
-    """Everything wrong with a recipe that can be found without reading a weight. Nothing is written
-    or downloaded.
+    """Everything wrong with a recipe that can be found without reading a weight.
+
+    Nothing is written or downloaded.
 
     Args:
         out_path: where the merged model would go, for disk space and for not overwriting an input.
@@ -163,9 +164,7 @@ def _recipe_problems(
     models: _Models,
     out_path: str | None,
 ) -> list[Problem]:
-    """What is wrong with a recipe's models and with how it combines them. Tensors are compared once
-    planned.
-    """
+    """What is wrong with a recipe's models and their combination, but for their tensors."""
     return [
         *combination_problems(config),
         *(problem for model in models.values() for problem in _model_problems(model)),
@@ -210,8 +209,9 @@ def _planned_problems(
 
 
 def _without(config: MergeConfiguration, unplanned: set[ModelReference]) -> MergeConfiguration:
-    """A copy of a recipe without some of its models, the second mention of any, and dtypes, which
-    may be unusable.
+    """A copy of a recipe that can be planned.
+
+    It lacks some of its models, the second mention of any, and dtypes, which may be unusable.
     """
     config = config.model_copy(update=NO_DTYPES, deep=True)
     if config.base_model in unplanned:
@@ -231,9 +231,7 @@ def _without(config: MergeConfiguration, unplanned: set[ModelReference]) -> Merg
 
 @contextlib.contextmanager
 def _described_loaders(models: _Models, options: MergeOptions) -> Iterator[None]:
-    """Have this thread plan with checkpoints that are described, so that none is downloaded,
-    unpickled or merged.
-    """
+    """Have this thread plan with described checkpoints: none is downloaded, unpickled or merged."""
     cache = LoaderCache()
     cache.setup(options)
     # An attribute of its own hides the one that the caches of all threads share.
@@ -272,11 +270,10 @@ def _architecture_problems(
     for model in others if not options.allow_crimes else ():
         yield Problem(
             str(model),
-            f"its architecture is {_listed(configs[model].architectures)}, the base's "
-            f"{_listed(expected)}",
-            "only models trained from the base can be merged; if it was, under another name, set "
-            "its "
-            "`override_architecture:` or allow any with --allow-crimes",
+            f"its architecture is {_listed(configs[model].architectures)}, "
+            f"the base's {_listed(expected)}",
+            "only models trained from the base can be merged; if it was, under another "
+            "name, set its `override_architecture:` or allow any with --allow-crimes",
         )
     alike = [model for model in configs if model not in others]
     try:
@@ -321,9 +318,7 @@ def _architecture_problems(
 def _config_problems(
     config: MergeConfiguration, architecture: ModelArchitecture, options: MergeOptions
 ) -> Iterator[Problem]:
-    """What keeps the merged model's config from being saved, which mergekit does when all else is
-    done.
-    """
+    """What keeps mergekit from saving the merged model's config when all else is done."""
     try:
         merged = merged_config.expected(config, architecture, options)
         getattr(merged, "validate", lambda: None)()
@@ -338,8 +333,9 @@ def _config_problems(
 def _architecture(
     config: MergeConfiguration, options: MergeOptions, models: _Models
 ) -> ModelArchitecture | None:
-    """What mergekit knows of the architecture; None if only weights could show it and some are not
-    at hand, or damaged.
+    """What mergekit knows of the architecture.
+
+    None if only weights could show it and some are not at hand, or damaged.
     """
     named = config.referenced_models()
     described = all(
@@ -364,8 +360,8 @@ def _layer_problems(
                 yield Problem(
                     str(model),
                     f"it has {layers[model]} layers, the base {expected}",
-                    "only models trained from the base can be merged; to combine some layers, use "
-                    "`slices:`",
+                    "only models trained from the base can be "
+                    "merged; to combine some layers, use `slices:`",
                 )
     for model, taken in zip(combination.models, combination.layers):
         if taken is None or model not in layers:

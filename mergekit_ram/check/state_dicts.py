@@ -1,6 +1,4 @@
-"""What is wrong with a recipe of ``mergekit-pytorch``, which merges files of weights without
-configs.
-"""
+"""What is wrong with a recipe of ``mergekit-pytorch``, which merges files without configs."""
 
 from __future__ import annotations
 
@@ -36,8 +34,7 @@ def raw_problems(
     out_path: str | None,
     lazy: bool = False,
 ) -> list[Problem]:
-    """What is wrong with the files of a ``mergekit-pytorch`` recipe. Shapes are compared once
-    planned.
+    """What is wrong with the files of a ``mergekit-pytorch`` recipe, but for their shapes.
 
     Args:
         tensor_union: merge every tensor that a model has.
@@ -66,8 +63,8 @@ def raw_problems(
             problems.append(
                 Problem(
                     str(reference),
-                    f"{some(others)} is not a tensor; mergekit-pytorch merges plain dictionaries "
-                    "of tensors only",
+                    f"{some(others)} is not a tensor; mergekit-pytorch "
+                    "merges plain dictionaries of tensors only",
                     "save the tensors without it",
                 )
             )
@@ -114,9 +111,7 @@ def require_readable(config: RawPyTorchMergeConfig) -> None:
 
 
 def plannable_raw(config: RawPyTorchMergeConfig) -> RawPyTorchMergeConfig:
-    """The recipe as far as it can be planned: without dtypes, unusable files and the second mention
-    of any.
-    """
+    """The recipe without what cannot be planned: dtypes, unusable files, second mentions."""
     usable = {}
     for model in reversed(config.models):
         file = Checkpoint.of_file(model.model)

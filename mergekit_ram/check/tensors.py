@@ -1,6 +1,4 @@
-"""The tensors that a plan is going to load, compared by their headers: missing ones, other shapes,
-other types.
-"""
+"""The tensors that a plan is going to load, compared by their headers alone."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ def rounding_warnings(
     checkpoints: PlannedCheckpoints,
     dtype: str | None,
 ) -> list[str]:
-    """Warn of a 16-bit ``dtype`` that rounds float32 agents before they are
-    compared with the base.
-    """
+    """Warn of a 16-bit ``dtype``: it rounds float32 agents before they meet the base."""
     rounding = dtype_from_name(dtype)
     if rounding is None or rounding.itemsize > 2:
         return []
@@ -55,19 +51,16 @@ def rounding_warnings(
     if not stored:
         return []
     return [
-        f"dtype: {dtype} rounds {some(stored)}, stored in float32, before they are compared with "
-        "the base: updates "
-        "smaller than the rounding vanish. To keep them, use dtype: float32 with out_dtype: "
-        + str(dtype)
+        f"dtype: {dtype} rounds {some(stored)}, stored in float32, before they are compared "
+        "with the base: updates smaller than the rounding vanish. To keep them, use dtype: float32 "
+        f"with out_dtype: {dtype}"
     ]
 
 
 def tensor_problems(
     merges: Sequence[ExecuteMergeMethodTask], checkpoints: PlannedCheckpoints
 ) -> list[Problem]:
-    """What is wrong with the tensors that a plan is going to load: missing ones, and shapes that
-    differ.
-    """
+    """What is wrong with the tensors that a plan is going to load: missing, or differing."""
     missing: dict[str, list[str]] = {}
     differing: dict[tuple[str, str], list[str]] = {}
     buffers: dict[str, list[str]] = {}
@@ -110,8 +103,8 @@ def tensor_problems(
                     f"{merge.output_weight.name} {kind} for the base's {expected_kind or 'floats'}"
                 )
     unmapped = (
-        f"no model has {number(nowhere)} that mergekit expects of this architecture: "
-        f"{some(nowhere)}"
+        f"no model has {number(nowhere)} that mergekit "
+        f"expects of this architecture: {some(nowhere)}"
     )
     return [
         *checkpoints.problems(),
@@ -186,20 +179,16 @@ class PlannedCheckpoints:
         self._configs: dict[ModelReference, Any] = {}
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with the files themselves, those of models that were
-        downloaded among them.
-        """
+        """What is wrong with the files themselves, downloaded ones among them."""
         for model, checkpoint in self._described.items():
             yield from checkpoint_problems(str(model), checkpoint)
 
     def quantization_warnings(self) -> list[str]:
-        """Warn of configs that call quantized what is not, as some tools leave them that
-        dequantize.
-        """
+        """Warn of configs that call plain weights quantized, as some dequantizers leave them."""
         return [
-            f"{model}: its config.json has a quantization_config (quant_method {quantizer}), but "
-            "its weights are plain; "
-            "they are merged as they are, and the merged config.json has none"
+            f"{model}: its config.json has a quantization_config "
+            f"(quant_method {quantizer}), but its weights are plain; they "
+            "are merged as they are, and the merged config.json has none"
             for model, checkpoint in self._described.items()
             if checkpoint.tensors
             and not os.path.isfile(model.model.path)
@@ -223,9 +212,7 @@ class PlannedCheckpoints:
         return header.dtype
 
     def holds(self, wanted: _Wanted) -> bool:
-        """Whether the checkpoint has the tensor, or mergekit can make it of others, as of an older
-        layout.
-        """
+        """Whether the checkpoint has the tensor, or what mergekit can make it of."""
         tensors = self.of(wanted.model).tensors
         if not tensors or any(name in tensors for name in wanted.names):
             return True
@@ -259,8 +246,9 @@ class PlannedCheckpoints:
 def output_bytes(
     merge: ExecuteMergeMethodTask, dtype: str | None, checkpoints: PlannedCheckpoints
 ) -> int:
-    """What a merge's output takes as ``dtype``, as stored if None; 0 if it has no inputs or they
-    are pickled.
+    """What a merge's output takes as ``dtype``, as stored if None.
+
+    0 if it has no inputs or they are pickled.
     """
     inputs, _ = _inputs(merge)
     headers = (checkpoints.header(wanted) for wanted in inputs)
@@ -299,9 +287,7 @@ def _same_shape(
     expected: tuple[int, ...] | None,
     aligned_axis: int | None,
 ) -> bool:
-    """Whether shapes agree, as far as they are known, but for an axis that is aligned before
-    merging.
-    """
+    """Whether shapes agree, as far as known, but for an axis that is aligned before merging."""
     if shape is None or expected is None:
         return True
     if len(shape) != len(expected):

@@ -1,5 +1,4 @@
-"""Merging on a Ray cluster: workers merge parts of the model into shards, the driver does the rest
-as mergekit does.
+"""Merging on a Ray cluster: workers merge parts of the model into shards, the driver the rest.
 
 What is finished lies in a hidden directory beside the output until the model is whole, see
 ``shards``. Ray is imported once a merge needs it.
@@ -162,9 +161,7 @@ def distributed(
 
 @contextlib.contextmanager
 def finished_parts_kept(options: MergeOptions) -> Iterator[None]:
-    """Drop a cluster's finished parts once the block ends without an error; say where they are
-    after one.
-    """
+    """Drop a cluster's finished parts once the block ends; after an error say where they are."""
     if not isinstance(options, ClusterOptions):
         yield
         return
@@ -174,8 +171,8 @@ def finished_parts_kept(options: MergeOptions) -> Iterator[None]:
     except BaseException:
         if os.path.isdir(options.job_directory):
             LOG.warning(
-                "Finished parts stay in %s: the same command takes them up. Delete them if you do "
-                "not go on",
+                "Finished parts stay in %s: the same command "
+                "takes them up. Delete them if you do not go on",
                 options.job_directory,
             )
         raise
@@ -211,8 +208,9 @@ class _Cluster:
         *arguments: Any,
         label: str,
     ) -> list[T]:
-        """Results of a function of job and part, called for every part on some worker, and again if
-        that dies.
+        """Results of a function of job and part, called for every part on some worker.
+
+        A part is done again if its worker dies.
 
         Raises:
             MergeError: what a worker refused, or that workers died again and again.

@@ -1,5 +1,4 @@
-"""A merge cut into parts that any process can do: each counts its tensors, or merges and writes
-them as a shard.
+"""A part of a merge, done by any process: its tensors are counted, or merged into a shard.
 
 Everything finished has a manifest of what it was made from, so that whoever does a part again,
 after a worker or the whole merge was killed, finds what is done. Shards are checked by their
@@ -183,8 +182,9 @@ class Job:
         tokenizer: TokenizerInfo | None,
         directory: str,
     ) -> Job:
-        """The job of merging what is saved; its directory is made, or found with an earlier try's
-        parts.
+        """The job of merging what is saved.
+
+        Its directory is made, or found with an earlier try's parts.
         """
         models = {model for save in saves for model in save.tensor_task.model_order}
         indexes = {model: _index(model) for model in models}
@@ -202,8 +202,9 @@ class Job:
         return job
 
     def parts(self, saves: Sequence[SaveTensor], dtype: str | None, number: int) -> list[Part]:
-        """About so many parts of about equal bytes, none beyond mergekit's shard size; or those of
-        an earlier try.
+        """An earlier try's parts, or about so many of about equal bytes.
+
+        None is beyond mergekit's shard size.
 
         Args:
             dtype: of the recipe.
@@ -265,15 +266,14 @@ class Job:
         if versions() != self.versions:
             raise MergeError(
                 f"{platform.node()} runs {_listed(versions())}, the merge "
-                f"{_listed(self.versions)}: install the same "
-                "versions on all machines"
+                f"{_listed(self.versions)}: install the same versions on all machines"
             )
         places = [index.base_path for index in self.indexes.values()]
         for place in (self.directory, *places):
             if not os.path.isdir(place):
                 raise MergeError(
-                    f"{platform.node()} has no {place}: models and output must lie on storage "
-                    "that all machines share"
+                    f"{platform.node()} has no {place}: models and "
+                    "output must lie on storage that all machines share"
                 )
         if os.path.isdir(self.working_directory):
             os.chdir(self.working_directory)
@@ -405,8 +405,8 @@ def require_own(directory: str) -> None:
     others = [name for name in _names(directory) if not _OWN.fullmatch(name)]
     if others:
         raise MergeError(
-            f"the job directory {directory} holds {some(others)}, which no merge wrote: name an "
-            "empty or a new one"
+            f"the job directory {directory} holds {some(others)}, "
+            "which no merge wrote: name an empty or a new one"
         )
 
 
@@ -428,9 +428,7 @@ def _names(directory: str) -> list[str]:
 
 
 def cut(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
-    """Cut named sizes, in their order, into runs of at most ``limit`` bytes; what is larger stands
-    alone.
-    """
+    """Cut named sizes, in order, into runs of at most ``limit`` bytes; a larger one is alone."""
     parts: list[list[str]] = []
     filled = 0
     for name, size in sizes:

@@ -1,6 +1,4 @@
-"""Architectures as config.json names them, where a trainer left the name of its wrapper before
-them.
-"""
+"""Architectures in a config.json, behind the name of a trainer's wrapper."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ LOG = logging.getLogger(__name__)
 
 
 def unwrapped_name(config: transformers.PretrainedConfig) -> str | None:
-    """``Qwen2ForCausalLM`` of a Qwen2 whose config says ``FSDPQwen2ForCausalLM``; None for one that
-    is known.
-    """
+    """``Qwen2ForCausalLM`` of a Qwen2 that says ``FSDPQwen2ForCausalLM``; None if known."""
     names = config.architectures or ()
     if len(names) != 1 or names[0] in NAME_TO_ARCH or _model_type(names[0]):
         return None
@@ -43,8 +39,7 @@ def _model_type(name: str) -> str | None:
 
 
 def unwrap(config: MergeConfiguration, options: MergeOptions) -> MergeConfiguration:
-    """The recipe with the architecture overridden, as mergekit lets a recipe do, of models with a
-    wrapper's name.
+    """The recipe with the architecture of models with a wrapper's name overridden.
 
     The merged model's config then has the architecture's own name. Warns of every such model.
     """
@@ -53,8 +48,8 @@ def unwrap(config: MergeConfiguration, options: MergeOptions) -> MergeConfigurat
         return config
     for model, name in wrapped.items():
         LOG.warning(
-            "%s: the architecture in its config.json is taken for %s, behind the name of a "
-            "trainer's wrapper",
+            "%s: the architecture in its config.json is taken "
+            "for %s, behind the name of a trainer's wrapper",
             model,
             name,
         )
@@ -67,9 +62,7 @@ def unwrap(config: MergeConfiguration, options: MergeOptions) -> MergeConfigurat
 
 
 def _wrapped_models(config: MergeConfiguration, options: MergeOptions) -> dict[ModelReference, str]:
-    """The models of a recipe with a wrapper's name in their config, each with its architecture's
-    own name.
-    """
+    """The models whose config has a wrapper's name, each with its architecture's own."""
     found = {}
     for model in sorted(config.referenced_models(), key=str):
         with contextlib.suppress(Exception):  # of configs that the check refuses

@@ -1,6 +1,4 @@
-"""What the plugin relies on in mergekit, and a clear refusal of a version
-where that has changed.
-"""
+"""What the plugin relies on in mergekit, and a clear refusal where that has changed."""
 
 from __future__ import annotations
 

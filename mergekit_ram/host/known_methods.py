@@ -1,6 +1,4 @@
-"""Merge methods that mergekit knows, ours among them: whether it does, and which parameters they
-take of a recipe.
-"""
+"""The merge methods that mergekit knows, ours among them, and their parameters."""
 
 from __future__ import annotations
 
@@ -54,8 +52,9 @@ def parameters_set(content: Any) -> set[str]:
 
 
 def parameter_warnings(method: str, content: Any) -> list[str]:
-    """Which parameters of a recipe its method pays no heed to, other than those of methods that
-    ours stand in for.
+    """Which parameters of a recipe its method pays no heed to.
+
+    Those of methods that ours stand in for are tolerated.
     """
     taken = set(parameter_names(method))
     if method in METHODS:

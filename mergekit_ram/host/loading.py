@@ -30,8 +30,7 @@ _READER = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
 
 
 class StreamingLoader(LazyTensorLoader):
-    """Loads the tensors of a safetensors checkpoint as mergekit's loader does, which lists a file's
-    names every time.
+    """Loads tensors of safetensors files as mergekit does, listing a file's names only once.
 
     Args:
         index: of a checkpoint in safetensors files.
@@ -68,9 +67,7 @@ class StreamingLoader(LazyTensorLoader):
 
 
 class _ReadAhead:
-    """Asks the operating system to read what will be asked for next. Silent where it does not take
-    advice.
-    """
+    """Has the operating system read what will be asked for next, where it takes advice."""
 
     def __init__(self, index: ShardedTensorIndex, order: Sequence[str]):
         self._index = index

@@ -1,6 +1,4 @@
-"""What is wrong with the text of a recipe: where it stands in the file, and what was expected
-there.
-"""
+"""What is wrong with the text of a recipe, where in the file, and what was expected there."""
 
 from __future__ import annotations
 
@@ -73,9 +71,7 @@ def yaml_fault(error: yaml.YAMLError) -> str:
 
 
 def validation_faults(error: ValidationError, content: Any) -> list[Fault]:
-    """What pydantic found, one fault a place, the innermost where it tried several types on each
-    other.
-    """
+    """What pydantic found, one fault a place: the innermost where it tried several types."""
     expected: dict[Place, dict[str, None]] = {}
     for found in error.errors(include_url=False):
         place = _place(found, content)

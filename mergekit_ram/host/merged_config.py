@@ -1,6 +1,4 @@
-"""The config that mergekit saves with a merged model, before it merges: the one private function of
-it that we call.
-"""
+"""The config that mergekit saves with a merged model, known before it merges."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ _NO_ROOM = {
 
 @contextlib.contextmanager
 def staged_output(out_path: str) -> Iterator[str]:
-    """A directory to write a model into that becomes ``out_path`` once the block ends without an
-    error.
+    """A directory to write a model into that becomes ``out_path`` unless the block fails.
 
     It lies hidden beside ``out_path``, or in it if that exists, on the same file system. After an
     error it is removed and ``out_path`` is as it was; one that a killed process left behind is
@@ -70,10 +69,8 @@ def staged_output(out_path: str) -> Iterator[str]:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise WriteError(
                     f"the merged model is finished but could not be moved to {out_path}: "
-                    f"{reason}. It stays in {staging}; "
-                    "move it from there, for the next merge to the same place begins by removing "
-                    "it. What was in "
-                    f"{out_path} is as it was"
+                    f"{reason}. It stays in {staging}; move it from there, for the next merge to "
+                    f"the same place begins by removing it. What was in {out_path} is as it was"
                 ) from error
             if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
                 raise
@@ -114,9 +111,7 @@ def _partial(out_path: str) -> str:
 
 @contextlib.contextmanager
 def _locked(out_path: str, partial: str) -> Iterator[None]:
-    """Keep other merges from the output. The lock of a killed process is released by the operating
-    system.
-    """
+    """Keep other merges from the output. The system releases a killed process's lock."""
     path = os.path.join(partial, _LOCK)
     lock = FileLock(path, timeout=0)
     while True:
@@ -125,8 +120,8 @@ def _locked(out_path: str, partial: str) -> Iterator[None]:
             lock.acquire()
         except Timeout:
             raise WriteError(
-                f"{_holder(partial)} writes to {out_path} at this moment: wait for it, or write "
-                "elsewhere"
+                f"{_holder(partial)} writes to {out_path} at "
+                "this moment: wait for it, or write elsewhere"
             ) from None
         except OSError as error:
             raise unwritable(out_path, error.strerror) from error
@@ -192,9 +187,7 @@ def _newest_file(directory: str) -> str:
 
 
 def drop_quantization(directory: str) -> None:
-    """Leave out of a written model's config how weights were quantized once: what was merged is
-    plain.
-    """
+    """Leave out of a written config how weights were quantized once: what was merged is plain."""
     path = os.path.join(directory, "config.json")
     if not os.path.exists(path):
         return

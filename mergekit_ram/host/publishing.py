@@ -1,5 +1,4 @@
-"""Moving a finished model into its place: the old model whole or the new one whole, whatever fails
-on the way.
+"""Moving a finished model into its place: the old one whole or the new one, whatever fails.
 
 Everything is renamed within one file system. What is replaced waits in a directory of its own until
 the last file is in place, so an error takes every step back, and the next merge takes back those of
@@ -30,8 +29,7 @@ def replaces(name: str) -> bool:
 
 
 def publish(staging: str, final: str, scratch: str) -> None:
-    """Move the files of a finished model from ``staging`` to the directory ``final``, which need
-    not exist.
+    """Move the files of a finished model from ``staging`` to ``final``, which may not exist.
 
     Weights and files that the new model has too are replaced; other files and all directories of
     ``final`` stay.
@@ -57,8 +55,8 @@ def publish(staging: str, final: str, scratch: str) -> None:
         place = os.path.join(final, name)
         if os.path.isdir(place) and not os.path.islink(place):
             raise WriteError(
-                f"{place} is a directory, where the merged model has a file or a directory of its "
-                "own: move it away"
+                f"{place} is a directory, where the merged model "
+                "has a file or a directory of its own: move it away"
             )
     replaced = os.path.join(scratch, _REPLACED)
     os.makedirs(replaced)
@@ -83,8 +81,7 @@ def unfinished(scratch: str) -> bool:
 
 
 def recover(scratch: str, final: str) -> None:
-    """Take back what a ``publish`` that did not come to its end has moved. Nothing, if there was
-    none.
+    """Take back what a ``publish`` that did not come to its end has moved, if there was one.
 
     Raises:
         WriteError: something cannot be moved. What was moved back stays so, a further call goes on
@@ -112,8 +109,6 @@ def recover(scratch: str, final: str) -> None:
     except OSError as error:
         raise WriteError(
             f"{final} holds parts of two models: {error.strerror}. What is not there of the old "
-            f"one is in {replaced}, what "
-            f"is not there of the new one in {staging}. Once files can be moved again, the next "
-            "merge to the same place "
-            "begins by restoring the old one"
+            f"one is in {replaced}, what is not there of the new one in {staging}. Once files "
+            "can be moved again, the next merge to the same place begins by restoring the old one"
         ) from error

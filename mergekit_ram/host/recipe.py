@@ -1,6 +1,4 @@
-"""Recipes as they are written, of ``mergekit-yaml``, ``mergekit-multi`` and ``mergekit-pytorch``
-alike: read once.
-"""
+"""Recipes as they are written, for any of mergekit's commands: read once."""
 
 from __future__ import annotations
 
@@ -51,8 +49,8 @@ class Recipe:
         recipes = read_recipes(path, **settings)
         if len(recipes) > 1:
             raise MergeError(
-                f"{path} holds {len(recipes)} recipes: merge them with mergekit-multi, or name a "
-                "file of one"
+                f"{path} holds {len(recipes)} recipes: merge "
+                "them with mergekit-multi, or name a file of one"
             )
         (recipe,) = recipes.values()
         require_method(recipe.method)
@@ -64,9 +62,7 @@ class Recipe:
 
     @property
     def of_state_dicts(self) -> bool:
-        """Whether it is for ``mergekit-pytorch``, which takes files where ``mergekit-yaml`` takes
-        models.
-        """
+        """Whether it is for ``mergekit-pytorch``, which takes files instead of models."""
         return _merges_files(self.content)
 
     def configuration(self) -> MergeConfiguration | RawPyTorchMergeConfig:
@@ -110,8 +106,9 @@ class Recipe:
 
 
 def read_recipes(path: str, **settings: bool) -> dict[str | None, Recipe]:
-    """The recipes of a file by name, None for one without; several only in a file of
-    ``mergekit-multi``.
+    """The recipes of a file by name, None for one without.
+
+    Only a file of ``mergekit-multi`` has several.
 
     Args:
         settings: ``tensor_union`` and ``tensor_intersection`` of ``Recipe``.
@@ -205,9 +202,7 @@ def _map_parameters(content: Any, function: Callable[[Mapping], dict]) -> Any:
 
 
 def _with_default(setting: Any, default: Any) -> Any:
-    """A parameter's setting, taking the default for the tensors that none of
-    its filters matches.
-    """
+    """A parameter's setting, the default taken for tensors that none of its filters matches."""
     if setting is None:
         return default
     conditions = setting if isinstance(setting, list) else [setting]

@@ -1,6 +1,4 @@
-"""Models as a recipe names them: written so that they are read back as the same, and replaced
-throughout a recipe.
-"""
+"""Models as a recipe names them: written to be read back as the same, and replaced."""
 
 from __future__ import annotations
 
@@ -65,9 +63,8 @@ def replaced(
 def separator_hint(text: str) -> str:
     """How to name a path that holds what separates adapters and revisions."""
     return (
-        "`+` separates a model from its adapter and `@` from its revision; a path that holds one "
-        "is written "
-        f'{{model: {{path: "{text}"}}}}'
+        "`+` separates a model from its adapter and `@` from its revision; "
+        f'a path that holds one is written {{model: {{path: "{text}"}}}}'
     )
 
 

@@ -1,6 +1,4 @@
-"""What ``mergekit-ram inspect`` and ``mergekit-ram compare`` find: one schema for terminal, JSON,
-plots and model card.
-"""
+"""What ``inspect`` and ``compare`` find: one schema for terminal, JSON, plots and model card."""
 
 from __future__ import annotations
 
@@ -71,9 +69,7 @@ class Inspection(Report):
         return both / either if either else 0.0
 
     def conflict_rate(self, i: int, j: int) -> float:
-        """Of the elements that agents i and j both changed, those they moved in opposite
-        directions.
-        """
+        """Of the elements that agents i and j both changed, those moved in opposite directions."""
         both = self.pairwise_shared[i][j]
         return self.pairwise_conflicts[i][j] / both if both else 0.0
 
@@ -94,21 +90,19 @@ class Inspection(Report):
         changed = " to ".join(dict.fromkeys((percent(low), percent(high))))
         if high <= SPARSE:
             yield (
-                f"sparse: the agents changed {changed} of the elements. RAM is made for this: it "
-                "keeps what one "
-                "agent alone changed whole, where averaging would divide it by the number of agents"
+                f"sparse: the agents changed {changed} of the elements. RAM is "
+                "made for this: it keeps what one agent alone changed whole, "
+                "where averaging would divide it by the number of agents"
             )
         elif low > DENSE:
             yield (
-                f"nearly dense: the agents changed {changed} of the elements, so almost every "
-                "element is shared and "
-                "RAM is close to averaging"
+                f"nearly dense: the agents changed {changed} of the elements, "
+                "so almost every element is shared and RAM is close to averaging"
             )
         else:
             yield (
                 f"partly dense: the agents changed {changed} of the elements. RAM keeps the "
-                "unique part whole; "
-                "see with mergekit-ram compare what that is worth here"
+                "unique part whole; see with mergekit-ram compare what that is worth here"
             )
         changes = sum(agent.changed for agent in self.agents)
         unique = sum(agent.unique for agent in self.agents)
@@ -130,18 +124,17 @@ class Inspection(Report):
         for i, j in colliding[:_MOST_NAMED]:
             chance = self.agents[i].changed * self.agents[j].changed / self.total
             yield (
-                f"{names[i]} and {names[j]} collide: they share {percent(self.jaccard(i, j))} of "
-                "what either changed "
-                f"({self.pairwise_shared[i][j] / chance:.1f} times as much as by chance) and move "
-                f"{percent(self.conflict_rate(i, j))} of the shared ones in opposite directions"
+                f"{names[i]} and {names[j]} collide: they share {percent(self.jaccard(i, j))} "
+                f"of what either changed ({self.pairwise_shared[i][j] / chance:.1f} times as "
+                f"much as by chance) and move {percent(self.conflict_rate(i, j))} of the "
+                "shared ones in opposite directions"
             )
         if len(colliding) > _MOST_NAMED:
             yield f"{len(colliding) - _MOST_NAMED} more pairs collide, less than these"
         if colliding:
             yield (
-                "for shared elements try shared: ties, which elects a direction instead of "
-                "averaging, or weight, to "
-                "let one agent count for more"
+                "for shared elements try shared: ties, which elects a direction "
+                "instead of averaging, or weight, to let one agent count for more"
             )
 
     def _sensitivity(self) -> Iterator[str]:
@@ -155,9 +148,8 @@ class Inspection(Report):
         hidden = at[below] / max(at[low], 1) - 1
         if lost > _SENSITIVE:
             yield (
-                f"epsilon matters here: at {power(above)} instead of {power(low)} {percent(lost)} "
-                "of the updates would no "
-                "longer count"
+                f"epsilon matters here: at {power(above)} instead of {power(low)} "
+                f"{percent(lost)} of the updates would no longer count"
             )
         if hidden > _SENSITIVE:
             yield (
@@ -205,8 +197,11 @@ class AgentComparison(BaseModel):
 
 
 class MethodComparison(BaseModel):
-    """One merge method. ``assumed`` are the parameters that the recipe lacks, ``changed`` the
-    elements it moved by more than epsilon, ``seconds`` what its own arithmetic took."""
+    """One merge method.
+
+    ``assumed`` are the parameters that the recipe lacks, ``changed`` the elements it moved by more
+    than epsilon, ``seconds`` what its own arithmetic took.
+    """
 
     method: str
     parameters: dict[str, Any]
@@ -247,11 +242,11 @@ class Comparison(BaseModel):
         lines = [
             "### What merge methods keep of each agent",
             "",
-            "Least-squares coefficient of the merged model's change on each agent's own: 1 is "
-            "kept whole, 0 is lost.",
+            "Least-squares coefficient of the merged model's change "
+            "on each agent's own: 1 is kept whole, 0 is lost.",
             "",
-            f"| method | {' | '.join(f'{name} unique | {name} shared' for name in self.names())} "
-            "| cosine |",
+            "| method | "
+            f"{' | '.join(f'{name} unique | {name} shared' for name in self.names())} | cosine |",
             f"| --- |{' ---: | ---: |' * len(self.names())} ---: |",
         ]
         for method in self.methods:
@@ -277,9 +272,7 @@ def short_names(models: Sequence[str]) -> list[str]:
 
 
 def percent(part: float) -> str:
-    """A fraction as a percentage of two significant digits at least; never 0 % or 100 % of what is
-    neither.
-    """
+    """A fraction as a percentage of at least two digits; 0 % and 100 % only of what is that."""
     value = 100 * part
     if value in (0, 100):
         return f"{value:.0f}%"

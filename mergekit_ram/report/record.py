@@ -1,6 +1,4 @@
-"""What a merge found out about its agents: collected while merging, one object for terminal, JSON
-and plots.
-"""
+"""What a merge found out about its agents, collected while merging."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ class AgentReport(BaseModel):
 
 
 class PartReport(BaseModel):
-    """Some of the tensors: a layer, or a module type across layers. Lists are in the order of the
-    agents.
-    """
+    """Some of the tensors: a layer, or a module type. Lists are in the agents' order."""
 
     name: str
     total: int
@@ -68,9 +64,7 @@ class PartReport(BaseModel):
 
 
 class Report(BaseModel):
-    """A merge's agents and their overlap, in elements. ``pairwise_*[i][j]``
-    are of agents i and j.
-    """
+    """A merge's agents and their overlap, in elements; ``pairwise_*[i][j]`` of agents i and j."""
 
     schema_version: int = SCHEMA_VERSION
     versions: dict[str, str]
@@ -91,24 +85,20 @@ class Report(BaseModel):
         if not any(agent.changed for agent in self.agents):
             return [
                 "no agent changed any element by more than epsilon, so the merged model is the "
-                "base. Lower "
-                "epsilon, and look whether a 16-bit dtype rounds the updates away"
+                "base. Lower epsilon, and look whether a 16-bit dtype rounds the updates away"
             ]
         advice = []
         for agent in self.agents:
             if agent.total and not agent.changed:
                 advice.append(
-                    f"{agent.model} does not differ from the base by more than epsilon, so it "
-                    "adds nothing. Is it "
-                    "the right checkpoint?"
+                    f"{agent.model} does not differ from the base by more than "
+                    "epsilon, so it adds nothing. Is it the right checkpoint?"
                 )
             if agent.changed > DENSE * agent.total:
                 advice.append(
-                    f"{agent.model} changed {agent.changed / agent.total:.0%} of the elements: a "
-                    "dense task vector, "
-                    "as of a merged LoRA or supervised fine-tuning, which RAM little more than "
-                    "averages. Try a "
-                    "larger epsilon, or ties or dare_ties"
+                    f"{agent.model} changed {agent.changed / agent.total:.0%} of the elements: "
+                    "a dense task vector, as of a merged LoRA or supervised fine-tuning, which "
+                    "RAM little more than averages. Try a larger epsilon, or ties or dare_ties"
                 )
         return advice
 
@@ -117,9 +107,8 @@ class Report(BaseModel):
         lines = [
             "### Reinforced Agent Merging",
             "",
-            f"Of {self.total:,} elements each agent changed some; updates that only one agent "
-            "made are kept and "
-            "rescaled by λ, updates of several agents are combined.",
+            f"Of {self.total:,} elements each agent changed some; updates that only one "
+            "agent made are kept and rescaled by λ, updates of several agents are combined.",
             "",
             "| agent | changed | unique | shared | overlap-unique ratio ρ | λ |",
             "| --- | ---: | ---: | ---: | ---: | ---: |",
@@ -128,9 +117,8 @@ class Report(BaseModel):
             share = agent.changed / agent.total if agent.total else 0
             factors = " – ".join(f"{f:.4g}" for f in dict.fromkeys(agent.lambda_range))
             lines.append(
-                f"| {agent.model} | {agent.changed:,} ({share:.1%}) | {agent.unique:,} | "
-                f"{agent.shared:,} "
-                f"| {agent.rho:.4g} | {factors} |"
+                f"| {agent.model} | {agent.changed:,} ({share:.1%}) | "
+                f"{agent.unique:,} | {agent.shared:,} | {agent.rho:.4g} | {factors} |"
             )
         return "\n".join(lines) + "\n"
 
@@ -216,9 +204,7 @@ class MergeRecord:
             self._tensors[tensor] = overlap, rescaling
 
     def add_overflow(self, tensor: str, count: int) -> None:
-        """Keep for the report, or log the first one, how many elements are not finite though all
-        inputs are.
-        """
+        """Keep how many elements are not finite though all inputs are, or log the first such."""
         with self._lock:
             first = not self.overflows
             self.overflows[tensor] = count
@@ -302,18 +288,19 @@ class MergeRecord:
 
 
 def overflow_warnings(overflows: Mapping[str, int]) -> list[str]:
-    """Say which tensors merged to infinity or NaN, though their inputs are finite; how many
-    elements by tensor.
+    """Say which tensors merged to infinity or NaN though their inputs are finite.
+
+    Args:
+        overflows: how many elements, by tensor.
     """
     if not overflows:
         return []
     first, *others = sorted(overflows)
     more = f" and {len(others)} more" if others else ""
     return [
-        f"{sum(overflows.values())} elements of {first}{more} are not finite in the merged model, "
-        "though all inputs are: "
-        "they overflow its dtype. Use dtype or out_dtype bfloat16 or float32, or a smaller lambda "
-        "or r"
+        f"{sum(overflows.values())} elements of {first}{more} are not finite "
+        "in the merged model, though all inputs are: they overflow its dtype. "
+        "Use dtype or out_dtype bfloat16 or float32, or a smaller lambda or r"
     ]
 
 
@@ -322,17 +309,13 @@ _KIND = re.compile(r"\.(weight|bias)$")
 
 
 def layer_of(tensor: str) -> str:
-    """``model.layers.3`` of ``model.layers.3.mlp.up_proj.weight``; outside a layer, the tensor's
-    module.
-    """
+    """``model.layers.3`` of ``model.layers.3.mlp.up_proj.weight``; else the tensor's module."""
     found = _NUMBERED.fullmatch(tensor)
     return found.group(1) if found else _KIND.sub("", tensor)
 
 
 def module_type_of(tensor: str) -> str:
-    """``mlp.up_proj`` of ``model.layers.3.mlp.up_proj.weight``; further numbers, as of experts,
-    become ``*``.
-    """
+    """``mlp.up_proj`` of ``model.layers.3.mlp.up_proj.weight``; inner numbers become ``*``."""
     found = _NUMBERED.fullmatch(tensor)
     inner = found.group(2) if found else tensor
     return re.sub(r"\b\d+\b", "*", _KIND.sub("", inner))

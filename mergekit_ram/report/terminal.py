@@ -228,9 +228,9 @@ def _retention_table(comparison: Comparison) -> Table:
 
 def _reading(comparison: Comparison) -> list[str]:
     sentences = [
-        "kept: 1 is whole, 0 is lost; unique are updates of one agent alone, shared those of "
-        "several. norm: of the "
-        "merged change, over the agent's. changed: elements moved by more than epsilon"
+        "kept: 1 is whole, 0 is lost; unique are updates of one agent "
+        "alone, shared those of several. norm: of the merged change, "
+        "over the agent's. changed: elements moved by more than epsilon"
     ]
     given = [
         f"{method.method} {settings}"
@@ -244,9 +244,7 @@ def _reading(comparison: Comparison) -> list[str]:
 
 
 def _settings(method: MethodComparison, comparison: Comparison) -> str:
-    """The parameters that the recipe sets or lacks; those at a method's own default are in the
-    JSON.
-    """
+    """The parameters that the recipe sets or lacks; the JSON has those at their defaults."""
     named = _parameters_of(comparison.recipe)
     shown = [
         f"{name} {_plain(value)}{'+' * (name in method.assumed)}"

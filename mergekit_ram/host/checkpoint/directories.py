@@ -146,8 +146,9 @@ def _sharded_tensors(
 
 
 def _leaves(shard: str) -> bool:
-    """Whether a file that an index names lies outside its directory. What links lead to is the
-    user's choice.
+    """Whether a file that an index names lies outside its directory.
+
+    What links lead to is the user's choice.
     """
     place = PurePath(shard)
     return place.is_absolute() or ".." in place.parts
@@ -165,9 +166,7 @@ def _weight_map(index: str) -> dict[str, str]:
 
 
 def _hub_tensors(repo: str, revision: str | None) -> tuple[dict[str, TensorHeader], list[Fault]]:
-    """Tensors of a repository on the Hub, by reading the headers remotely; none where that cannot
-    be done.
-    """
+    """Tensors of a repository on the Hub, by remote headers; none where that cannot be done."""
     try:
         metadata = huggingface_hub.get_safetensors_metadata(repo, revision=revision)
     except Exception as error:  # of the Hub, of HTTP, of a repository without safetensors

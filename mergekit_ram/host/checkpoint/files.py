@@ -1,5 +1,6 @@
-"""The tensors of one file. Whatever the file is, reading its description neither hangs nor
-allocates what it claims.
+"""The tensors of one file.
+
+Whatever the file is, describing it neither hangs nor allocates what it claims.
 """
 
 from __future__ import annotations
@@ -73,8 +74,7 @@ def read_json(path: str) -> Any:
 
 
 def require_file(path: str) -> None:
-    """Refuse what is not a file, or a link to one: opening a pipe waits, and reading a device never
-    ends.
+    """Refuse what is no file or link to one: opening a pipe waits, reading a device never ends.
 
     Raises:
         UnreadableError: with the system's reason, clearer than what safetensors and torch make of
@@ -94,9 +94,7 @@ def require_file(path: str) -> None:
 
 
 def spans(path: str) -> dict[str, tuple[int, int]]:
-    """First byte and number of bytes of every tensor in a safetensors file; nothing of one that is
-    damaged.
-    """
+    """First byte and bytes of every tensor in a safetensors file; none of a damaged one."""
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
@@ -138,9 +136,7 @@ def _safetensors_tensors(path: str) -> dict[str, TensorHeader]:
 
 
 def _pickled(path: str, lazy: bool) -> Content:
-    """Tensors of a pickle, as torch and mergekit read it, which build nothing but tensors and plain
-    data.
-    """
+    """Tensors of a pickle, read as torch and mergekit do: tensors and plain data alone."""
     stored = _attempt(
         lambda: torch.load(path, map_location="meta", weights_only=True),
         "not a pickle of tensors, or damaged",
@@ -197,8 +193,9 @@ def _lazily(path: str, content: Content) -> Content:
 
 
 def _is_read_lazily(entry: Any) -> bool:
-    """Whether mergekit, which reads as many elements as a tensor has, from its first on, gets all
-    that it spans.
+    """Whether mergekit gets all that a tensor spans.
+
+    It reads as many elements as the tensor has, from its first on.
     """
     if not isinstance(entry, DeferredLoad) or not entry.shape:
         return False

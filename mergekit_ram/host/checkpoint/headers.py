@@ -70,9 +70,7 @@ class TensorHeader:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``BF16`` of ``torch.bfloat16``: safetensors' name, or torch's own of what safetensors does
-    not know.
-    """
+    """``BF16`` of ``torch.bfloat16``: safetensors' name, or torch's where it has none."""
     name = str(dtype).removeprefix("torch.")
     if name in _DTYPE_NAMES:
         return _DTYPE_NAMES[name]
@@ -81,9 +79,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def stored_bytes(tensors: Mapping[str, TensorHeader], dtype: str | None) -> int:
-    """Bytes of the tensors, floating ones taken as ``dtype`` (a torch name without prefix) unless
-    None.
-    """
+    """Bytes of the tensors, floating ones as ``dtype``, a torch name without prefix, if given."""
     total = 0
     for header in tensors.values():
         stored_as = dtype if dtype and header.floating else header.dtype or ""

@@ -35,8 +35,7 @@ _BYTES = ("I8", "U8", "quint8", "qint8")
 
 
 def quantization(tensors: Mapping[str, TensorHeader], config: Any = None) -> str | None:
-    """How weights are quantized, by their dtypes and names in whatever file they are; None if they
-    are not.
+    """How weights are quantized, by their dtypes and names; None if they are not.
 
     Args:
         config: the model's transformers config, if there is one: it may know the quantizer's name.
@@ -56,9 +55,7 @@ def quantization(tensors: Mapping[str, TensorHeader], config: Any = None) -> str
 
 
 def quantizer_of(config: Any) -> str | None:
-    """What a config says that the weights are quantized by, be that so or not; None if it says
-    nothing.
-    """
+    """What a config says quantized the weights, be that so or not; None if it says nothing."""
     settings = (getattr(config, key, None) for key in CONFIG_KEYS)
     found = next((s for s in settings if s is not None), None)
     if found is None:

@@ -1,5 +1,4 @@
-"""The demo: three agents that come with this package, merged by several methods and scored on what
-each one learned.
+"""The demo: three agents that come with this package, merged and scored on what each learned.
 
 ``families`` holds the tasks, ``evaluate`` scores checkpoints on them, ``merging`` writes recipes
 and runs them; benchmarks/agents trains such agents and compares the methods by the same three
@@ -66,8 +65,7 @@ def run_demo(
     tasks: int = TASKS_PER_FAMILY,
     progress: Callable[[str], None] = lambda _: None,
 ) -> DemoResult:
-    """Write checkpoints and recipes to a directory, merge by every method, and score base, agents
-    and merges.
+    """Write checkpoints and recipes, merge by every method, score base, agents and merges.
 
     Args:
         tasks: how many of each family, the same ones for all models.

@@ -1,6 +1,4 @@
-"""Scores of a checkpoint: the part of unseen tasks of each family that it answers exactly, by
-greedy generation.
-"""
+"""Scores of a checkpoint: the part of unseen tasks that greedy generation answers exactly."""
 
 from __future__ import annotations
 
@@ -25,8 +23,7 @@ def generate(
     *,
     sample: bool = False,
 ) -> list[list[int]]:
-    """Continue prompts in one batch: each completion's token IDs up to and with the end token, if
-    it was reached.
+    """Each prompt's completion, token IDs up to and with the end if reached, in one batch.
 
     Args:
         sample: draw from the model's distribution, as it is, instead of taking the likeliest token.
@@ -75,9 +72,7 @@ def score(
     count: int = 500,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Accuracy of a checkpoint by family, over ``count`` tasks each. Computed in float32 from the
-    saved weights.
-    """
+    """Accuracy of a checkpoint by family, over ``count`` tasks each, computed in float32."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,6 +1,4 @@
-"""Three families of tasks with answers that a program can verify, and the characters they are
-written in.
-"""
+"""Three families of tasks with answers that a program can verify, and their characters."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ TOOLS = {"book": "cdn", "mail": "tsb", "ride": "fth", "plot": "xyz"}
 
 
 def tool_call(random: random.Random) -> Task:
-    """Call a tool with the named values of a request in the order of the tool's signature, ``-``
-    for one not given.
+    """Call a tool with a request's values in its signature's order, ``-`` for one not given.
 
     ``book n2 c7>`` → ``book(7,-,2)``
     """
@@ -82,9 +79,7 @@ FAMILIES: dict[str, Callable[[random.Random], Task]] = {
 
 
 def split_of(prompt: str) -> Split:
-    """The split a prompt belongs to, so that none is in two: a tenth each for
-    test and validation.
-    """
+    """The split a prompt belongs to, the only one: a tenth each for test and validation."""
     splits: dict[int, Split] = {0: "test", 1: "validation"}
     return splits.get(zlib.crc32(prompt.encode()) % 10, "train")
 
@@ -109,8 +104,9 @@ def draw(family: str, split: Split, count: int, seed: int | str = 0) -> list[Tas
 
 
 def character_tokenizer() -> Qwen2Tokenizer:
-    """One token a character: Qwen2's byte-pair encoding without any pair, so that AutoTokenizer
-    loads it as it is.
+    """One token a character.
+
+    It is Qwen2's byte-pair encoding without any pair, so that AutoTokenizer loads it as it is.
     """
     from transformers import Qwen2Tokenizer
 

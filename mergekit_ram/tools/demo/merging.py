@@ -20,9 +20,7 @@ def recipe(
     parameters: Mapping[str, Any] | None = None,
     weights: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """A recipe as plain data. Every agent weighs 1 where the method wants weights and none are
-    given.
-    """
+    """A recipe as plain data. Weights are 1 where a method wants some and none are given."""
     models: list[dict[str, Any]] = [{"model": str(agent)} for agent in agents]
     if weights is None and method in _WEIGHTED:
         weights = [1.0] * len(models)

@@ -11,9 +11,7 @@ from mergekit_ram.tools.demo.families import FAMILIES
 
 
 def print_result(result: DemoResult, console: Console) -> None:
-    """Print the scores in percent, the best merge of each column in bold, and where everything
-    lies.
-    """
+    """Print scores in percent, each column's best merge in bold, and where everything lies."""
     table = Table(title=f"Tasks answered exactly, in % of {result.tasks_per_family} each")
     table.add_column("model", no_wrap=True)
     for name in (*FAMILIES, "mean"):
