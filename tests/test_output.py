@@ -22,7 +22,7 @@ from mergekit.scripts import run_yaml
 
 from mergekit_ram import cli
 from mergekit_ram.cluster import driver as cluster
-from mergekit_ram.cluster import shards
+from mergekit_ram.cluster.directory import require_own
 from mergekit_ram.errors import MergeError, WriteError
 from mergekit_ram.host import output
 
@@ -429,5 +429,5 @@ def test_job_directory_that_is_a_file_is_refused(tmp_path):
     job = tmp_path / "job"
     job.write_text("mine")
     with pytest.raises(MergeError, match="no directory"):
-        shards.require_own(str(job))
+        require_own(str(job))
     assert job.read_text() == "mine"

@@ -24,6 +24,7 @@ from test_recipes import Models, bits, save_models, write_recipe
 
 from mergekit_ram import cli
 from mergekit_ram.cluster import shards
+from mergekit_ram.cluster.job import Job, cut
 from mergekit_ram.errors import MergeError
 from mergekit_ram.report.record import versions
 
@@ -328,7 +329,7 @@ def test_without_ray_merge_checks_first_and_takes_mergekits_options(models, tmp_
 
 
 def test_a_machine_without_the_files_or_with_other_versions_says_so(tmp_path):
-    job = shards.Job(
+    job = Job(
         directory=str(tmp_path / "absent"),
         fingerprint="",
         agents=(),
@@ -347,5 +348,5 @@ def test_a_machine_without_the_files_or_with_other_versions_says_so(tmp_path):
 
 def test_parts_are_runs_of_at_most_the_limit():
     sizes = [("a", 3), ("b", 4), ("c", 9), ("d", 1), ("e", 7), ("f", 1)]
-    assert shards.cut(sizes, 8) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
-    assert shards.cut([], 8) == []
+    assert cut(sizes, 8) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    assert cut([], 8) == []

@@ -1,7 +1,7 @@
 """Merging on a Ray cluster: workers merge parts of the model into shards, the driver the rest.
 
 What is finished lies in a hidden directory beside the output until the model is whole, see
-``shards``. Ray is imported once a merge needs it.
+``directory``. Ray is imported once a merge needs it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from mergekit.tokenizer import BuildTokenizer, TokenizerInfo
 from pydantic import ConfigDict
 
 from mergekit_ram.cluster import shards
+from mergekit_ram.cluster.directory import remove_own, require_own
+from mergekit_ram.cluster.job import Job, Part
+from mergekit_ram.cluster.manifests import Counted
 from mergekit_ram.errors import MergeError
 from mergekit_ram.host import tasks
 from mergekit_ram.method.overlap import GroupOverlap
@@ -93,7 +96,7 @@ class MergeOnCluster(FinalizeModel):
     def execute(self, writer: TensorWriter, tokenizer: Optional[TokenizerInfo] = None) -> None:
         options, record = self.options, self.record
         with _connected(options) as cluster:
-            job = shards.Job.of(
+            job = Job.of(
                 self.saves,
                 record,
                 of_merge(options),
@@ -120,7 +123,7 @@ class MergeOnCluster(FinalizeModel):
         shards.hand_over(written, options.job_directory, writer)
         writer.finalize()
 
-    def _add_up(self, counted: Sequence[shards.Counted]) -> GroupOverlap:
+    def _add_up(self, counted: Sequence[Counted]) -> GroupOverlap:
         """Overlap over the whole model, noted in the record with the λ that follow."""
         merges = {s.tensor_name: s.tensor_task for s in self.saves}
         return tasks.record_measured(
@@ -165,7 +168,7 @@ def finished_parts_kept(options: MergeOptions) -> Iterator[None]:
     if not isinstance(options, ClusterOptions):
         yield
         return
-    shards.require_own(options.job_directory)
+    require_own(options.job_directory)
     try:
         yield
     except BaseException:
@@ -176,7 +179,7 @@ def finished_parts_kept(options: MergeOptions) -> Iterator[None]:
                 options.job_directory,
             )
         raise
-    shards.remove_own(options.job_directory)
+    remove_own(options.job_directory)
 
 
 class _Cluster:
@@ -203,7 +206,7 @@ class _Cluster:
     def map(
         self,
         function: Callable[..., T],
-        parts: Sequence[shards.Part],
+        parts: Sequence[Part],
         job: Any,
         *arguments: Any,
         label: str,
@@ -247,7 +250,7 @@ class _Cluster:
 def _connected(options: ClusterOptions) -> Iterator[_Cluster]:
     """Connect to a cluster for the block, unless this process is connected to one."""
     try:
-        import ray
+        import ray  # late: an optional extra, and seconds of start-up
     except ImportError:
         raise MergeError("--ray needs Ray: pip install 'mergekit-ram[ray]'") from None
     if ray.is_initialized():
