@@ -78,7 +78,7 @@ class _Loader:
             _refuse_merges(module, error)
 
 
-def install():
+def install() -> None:
     """Extend mergekit as it is imported, and what is imported of it already.
     Any number of times.
     """

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import sys
-from collections.abc import Iterable
 
 import click
 
 from mergekit_ram._version import __version__
+from mergekit_ram.errors import MissingExtraError, RecipeError
 
-LOG = logging.getLogger(__name__)
+# Options of commands that a recipe of ``mergekit-pytorch`` is read by.
+TENSOR_SETTINGS = ("tensor_union", "tensor_intersection")
 
 
 class MergeCommand(click.Command):
@@ -68,21 +68,21 @@ def check(recipe: str, out_path: str | None, as_json: bool, **options) -> None:
     Takes recipes of mergekit-yaml, mergekit-multi and mergekit-pytorch. Looks at configs, indexes
     and the headers of safetensors. Exits with 0 if the recipe can be merged and with 1 if not.
     """
+    # Here and below: mergekit takes seconds to import.
     from mergekit.options import MergeOptions
 
-    from mergekit_ram.check.files import check_file
-    from mergekit_ram.errors import RecipeError
+    from mergekit_ram import api
 
-    choice = {name: options.pop(name) for name in ("tensor_union", "tensor_intersection")}
-    method, problems = check_file(recipe, MergeOptions(**options), out_path, **choice)
+    settings = {name: options.pop(name) for name in TENSOR_SETTINGS}
+    found = api.check(recipe, out_path, options=MergeOptions(**options), **settings)
     if as_json:
-        found = [vars(problem) for problem in problems]
-        click.echo(json.dumps({"recipe": recipe, "problems": found}, indent=2))
-    elif problems:
-        click.echo(str(RecipeError(method, problems)), err=True)
-    else:
+        problems = [vars(problem) for problem in found.problems]
+        click.echo(json.dumps({"recipe": recipe, "problems": problems}, indent=2))
+    elif found.ok:
         click.echo(f"{recipe} can be merged")
-    sys.exit(1 if problems else 0)
+    else:
+        click.echo(str(RecipeError(found.method, found.problems)), err=True)
+    sys.exit(0 if found.ok else 1)
 
 
 @main.command(cls=MergeCommand)
@@ -103,25 +103,10 @@ def merge(recipe: str, out_path: str, ray_address: str | None, **options) -> Non
     """Merge by a RECIPE into OUT_PATH, as mergekit-yaml or mergekit-pytorch does, once the recipe
     is checked.
     """
-    from mergekit.merge import run_merge
-    from mergekit.options import MergeOptions
+    from mergekit_ram import api
 
-    from mergekit_ram.host.recipe import Recipe
-
-    read = Recipe.read(recipe)
-    warn(read.warnings)
-    merge_options = MergeOptions(**options)
-    merge_options.apply_global_options()
-    if ray_address is not None:
-        from mergekit_ram.cluster.driver import ClusterOptions
-
-        merge_options = ClusterOptions.beside(out_path, merge_options, ray_address)
-    if read.of_state_dicts:
-        from mergekit_ram.tools.plans import merge_files
-
-        merge_files(read, out_path, merge_options)
-        return
-    run_merge(read.configuration(), out_path, options=merge_options, config_source=read.source)
+    ray = False if ray_address is None else ray_address or True
+    api.merge(recipe, out_path, options=merge_options(options), ray=ray)
 
 
 def recipe_options(command):
@@ -190,12 +175,19 @@ def inspect(
     The recipe may name any merge method, if it has a base_model. Nothing is merged or written.
     """
     require_matplotlib(plots_path)
+    from mergekit_ram import api
     from mergekit_ram.report.terminal import show_inspection
-    from mergekit_ram.tools.inspection import inspect as inspect_agents
 
-    given = {"epsilon": epsilon, "r": r, "alpha": alpha}
-    parameters = {name: value for name, value in given.items() if value is not None}
-    found = inspect_agents(*read_recipe(recipe, options), parameters=parameters, exact=exact)
+    settings = {name: options.pop(name) for name in TENSOR_SETTINGS}
+    found = api.inspect(
+        recipe,
+        options=merge_options(options),
+        epsilon=epsilon,
+        r=r,
+        alpha=alpha,
+        exact=exact,
+        **settings,
+    )
     give_out(found, show_inspection, json_path, plots_path, as_card)
 
 
@@ -220,39 +212,28 @@ def compare(
     Every method merges the recipe's models in memory, tensor by tensor. Nothing is written.
     """
     require_matplotlib(plots_path)
+    from mergekit_ram import api
     from mergekit_ram.report.terminal import show_comparison
-    from mergekit_ram.tools.comparison import compare as compare_methods
 
-    names = [name.strip() for name in methods.split(",") if name.strip()]
-    found = compare_methods(*read_recipe(recipe, options), list(dict.fromkeys(names)))
+    settings = {name: options.pop(name) for name in TENSOR_SETTINGS}
+    names = dict.fromkeys(name.strip() for name in methods.split(",") if name.strip())
+    found = api.compare(recipe, list(names), options=merge_options(options), **settings)
     give_out(found, show_comparison, json_path, plots_path, as_card)
 
 
 def require_matplotlib(plots_path: str | None) -> None:
     """Say that plots need matplotlib before anything is computed for them."""
     if plots_path and importlib.util.find_spec("matplotlib") is None:
-        raise click.ClickException("--plots needs matplotlib: pip install 'mergekit-ram[plots]'")
+        raise MissingExtraError("--plots", "matplotlib", "plots")
 
 
-def read_recipe(path: str, options: dict):
-    """The recipe and mergekit's options, in force; of a command's options."""
+def merge_options(options: dict):
+    """mergekit's options of a command, in force."""
     from mergekit.options import MergeOptions
 
-    from mergekit_ram.host.known_methods import parameter_warnings
-    from mergekit_ram.host.recipe import Recipe
-
-    settings = {name: options.pop(name) for name in ("tensor_union", "tensor_intersection")}
-    merge_options = MergeOptions(**options)
-    merge_options.apply_global_options()
-    recipe = Recipe.read(path, **settings)
-    warn([*recipe.warnings, *parameter_warnings(recipe.method, recipe.content)])
-    return recipe, merge_options
-
-
-def warn(warnings: Iterable[str]) -> None:
-
-    for warning in warnings:
-        LOG.warning(warning)
+    found = MergeOptions(**options)
+    found.apply_global_options()
+    return found
 
 
 def give_out(found, show, json_path: str | None, plots_path: str | None, as_card: bool) -> None:

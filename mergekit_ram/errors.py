@@ -11,7 +11,9 @@ from typing import Any
 import click
 
 
-def _restored(kind: type[BaseException], arguments: tuple, state: dict[str, Any]) -> BaseException:
+def _restored(
+    kind: type[BaseException], arguments: tuple[Any, ...], state: dict[str, Any]
+) -> BaseException:
     error = kind.__new__(kind, *arguments)
     error.__dict__.update(state)
     return error
@@ -22,7 +24,7 @@ class _Picklable(Exception):
     from its message again.
     """
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (type(self), self.args, self.__dict__)
 
 
@@ -154,6 +156,13 @@ class RecipeError(MergeError):
 
 class UnplannableError(RecipeError):
     """A recipe that mergekit itself cannot plan."""
+
+
+class MissingExtraError(MergeError):
+    """What was asked for needs a package that is an optional extra of this one."""
+
+    def __init__(self, what: str, package: str, extra: str):
+        super().__init__(f"{what} needs {package}: pip install 'mergekit-ram[{extra}]'")
 
 
 class IncompatibleMergekitError(_Picklable, RuntimeError):

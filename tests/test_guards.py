@@ -21,17 +21,7 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods import merge_state_dicts
 from mergekit.scripts import run_yaml
 
-from mergekit_ram import (
-    Agent,
-    OverlapCounts,
-    Rule,
-    cli,
-    count,
-    merge,
-    merge_and_count,
-    overlap_ratio,
-    rescaling_factor,
-)
+from mergekit_ram import cli
 from mergekit_ram.errors import (
     NonFiniteError,
     OutputOverflowError,
@@ -39,6 +29,9 @@ from mergekit_ram.errors import (
 )
 from mergekit_ram.method import compiled, magnitude
 from mergekit_ram.method import stream as kernel
+from mergekit_ram.method.overlap import OverlapCounts, overlap_ratio, rescaling_factor
+from mergekit_ram.method.rule import Agent, Rule
+from mergekit_ram.method.stream import count, merge, merge_and_count
 from mergekit_ram.report.record import MergeRecord
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

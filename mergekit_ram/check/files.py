@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
@@ -13,36 +13,31 @@ from mergekit_ram.check.problems import RECIPE
 from mergekit_ram.check.recipes import check, check_steps
 from mergekit_ram.errors import MergeError, Problem, RecipeError
 from mergekit_ram.host.methods import METHODS
-from mergekit_ram.host.recipe import Recipe, read_recipes
+from mergekit_ram.host.recipe import Recipe
 from mergekit_ram.host.references import dumpable
 
 LOG = logging.getLogger(__name__)
 
 
 def check_file(
-    path: str,
+    recipes: Mapping[str | None, Recipe],
     options: MergeOptions,
     out_path: str | None = None,
     *,
-    tensor_union: bool = False,
-    tensor_intersection: bool = False,
+    path: str = "the recipe",
 ) -> tuple[str, list[Problem]]:
-    """The merge methods a recipe file uses, and everything wrong with it. Reads no weight.
+    """The merge methods that a file's recipes use, and everything wrong with them.
 
-    A file of several recipes is taken for one of ``mergekit-multi``, one that merges files of
-    weights for one of ``mergekit-pytorch``, whose options the last two arguments are.
+    Several recipes are taken for those of ``mergekit-multi``.
 
     Args:
+        recipes: by name.
         out_path: where the merged model would go, for disk space and for not overwriting an input.
+        path: what messages call the file.
 
     Raises:
-        MergeError: the file is no recipe, or not for one of our methods.
+        MergeError: no recipe is for one of our methods.
     """
-    settings = {
-        "tensor_union": tensor_union,
-        "tensor_intersection": tensor_intersection,
-    }
-    recipes = read_recipes(path, **settings)
     ours = {name: recipe for name, recipe in recipes.items() if recipe.method in METHODS}
     if not ours:
         methods = ", ".join(recipe.method for recipe in recipes.values())
@@ -63,7 +58,7 @@ def check_file(
     return methods, check(recipe.configuration(), options, out_path)
 
 
-def _undumpable(recipes: dict[str | None, Recipe]) -> Iterator[Problem]:
+def _undumpable(recipes: Mapping[str | None, Recipe]) -> Iterator[Problem]:
     """The paths that mergekit-multi fails on, since it writes its recipes down for itself."""
     for recipe in recipes.values():
         config = recipe.configuration()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,6 +124,29 @@ def read_recipes(path: str, **settings: bool) -> dict[str | None, Recipe]:
         raise MalformedRecipeError(path, [yaml_fault(error)]) from None
     if not documents:
         raise MalformedRecipeError(path, ["it is empty"])
+    return _recipes(documents, nodes, path, source, **settings)
+
+
+def recipe_of(content: Mapping[str, Any], **settings: bool) -> Recipe:
+    """The recipe that plain data holds, as a file of YAML would.
+
+    Raises:
+        MergeError: says where something else was expected.
+    """
+    name = "the recipe"
+    source = yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True)
+    (recipe,) = _recipes([content], [None], name, source, **settings).values()
+    require_method(recipe.method)
+    return recipe
+
+
+def _recipes(
+    documents: Sequence[Any],
+    nodes: Sequence[yaml.Node | None],
+    path: str,
+    source: str,
+    **settings: bool,
+) -> dict[str | None, Recipe]:
     recipes: dict[str | None, Recipe] = {}
     faults: list[str] = []
     for content, node in zip(documents, nodes):

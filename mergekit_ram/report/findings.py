@@ -5,11 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel
 
+from mergekit_ram.report.frames import frame
 from mergekit_ram.report.record import DENSE, SCHEMA_VERSION, Report
+
+if TYPE_CHECKING:
+    import pandas
 
 # Agents that changed no more than this part of the elements are what RAM was made for.
 SPARSE = 0.5
@@ -233,6 +237,18 @@ class Comparison(BaseModel):
 
     def names(self) -> list[str]:
         return short_names([agent.model for agent in self.methods[0].agents])
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A row for each method and agent, with the fields of ``AgentComparison`` and ``seconds``.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        return frame(
+            {"method": method.method, **dict(agent), "seconds": method.seconds}
+            for method in self.methods
+            for agent in method.agents
+        )
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=2)

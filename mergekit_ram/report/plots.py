@@ -6,10 +6,15 @@ import math
 import os
 from collections.abc import Sequence
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from mergekit_ram.errors import MissingExtraError
+
+try:
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+except ImportError:
+    raise MissingExtraError("write_plots", "matplotlib", "plots") from None
 
 from mergekit_ram.report.findings import Comparison, Inspection, percent
 from mergekit_ram.report.record import PartReport

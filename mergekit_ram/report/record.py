@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,6 +22,10 @@ from mergekit_ram.method.overlap import (
     overlap_ratio,
     sum_overlaps,
 )
+from mergekit_ram.report.frames import frame
+
+if TYPE_CHECKING:
+    import pandas
 
 LOG = logging.getLogger(__name__)
 
@@ -121,6 +125,14 @@ class Report(BaseModel):
                 f"{agent.unique:,} | {agent.shared:,} | {agent.rho:.4g} | {factors} |"
             )
         return "\n".join(lines) + "\n"
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A row for each agent, with the fields of ``AgentReport``.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        return frame(agent.model_dump(by_alias=True) for agent in self.agents)
 
     def to_json(self) -> str:
         return self.model_dump_json(by_alias=True, indent=2)
