@@ -14,9 +14,16 @@ import click
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from test_kernel import BLOCKS, DTYPES, assert_counted, assert_merged, cases, same_bits
 
 from mergekit_ram.method.stream import count, merge, merge_and_count
+from support.kernel_cases import (
+    BLOCKS,
+    DTYPES,
+    assert_counted,
+    assert_merged,
+    cases,
+    same_bits,
+)
 
 
 @click.command()

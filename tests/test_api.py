@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 
-import checkpoints
 import pytest
 import torch
 import yaml
@@ -13,6 +12,7 @@ from click.testing import CliRunner
 
 import mergekit_ram
 from mergekit_ram import api, cli
+from support import checkpoints
 
 
 @pytest.fixture(scope="module")

@@ -13,33 +13,23 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import checkpoints
 import click
 import mergekit.scripts.merge_raw_pytorch as raw_pytorch
 import pytest
 import torch
-from checkpoints import Weights
 from click.testing import CliRunner
 from hypothesis import HealthCheck, event, given, seed, settings
 from hypothesis import strategies as st
 from mergekit.io.tasks import LoaderCache
 from mergekit.scripts import run_yaml
-from test_recipes import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    METHODS,
-    Expected,
-    Models,
-    expect,
-    plan,
-    save_models,
-    write_recipe,
-)
 
 from mergekit_ram.cli import main as mergekit_ram
 from mergekit_ram.report.record import Report
+from support import checkpoints
+from support.checkpoints import Weights
+from support.expected import METHODS, Expected, expect, plan
+from support.recipes import Models, save_models, write_recipe
+from support.tensors import BF16, F16, F32, F64
 
 DTYPES = {"float16": F16, "bfloat16": BF16, "float32": F32, "float64": F64}
 SIZES = {
@@ -264,8 +254,8 @@ def checkpoints_of(file: Path) -> Weights:
     return checkpoints.load_file(file)
 
 
-@st.composite
-def recipes(draw, directory: Path, *, broken: bool) -> Case:
+def drawn_models(draw, directory: Path) -> tuple[str, Models, Weights]:
+    """An architecture or "files"; models on disk; their tensors that are no floats."""
     architecture, tied = draw(st.sampled_from(ARCHITECTURES))
     raw = draw(st.sampled_from((False, False, True)))
     pickled = draw(st.booleans())
@@ -295,15 +285,13 @@ def recipes(draw, directory: Path, *, broken: bool) -> Case:
         base, *changed = [{**weights, **extra} for weights in (base, *changed)]
         copied = {"steps": torch.tensor(7)}
     models = save(directory, config, base, changed, raw, shards, pickled, copied)
+    return "files" if raw else architecture, models, copied
 
-    method = draw(st.sampled_from(METHODS))
-    recipe = {
-        "merge_method": method,
-        "base_model": models.base_path,
-        "models": [{"model": path} for path in models.agent_paths],
-    }
+
+def drawn_parameters(draw, recipe: dict, raw: bool) -> Callable[[str], dict]:
+    """Give a recipe parameters; what a tensor of a name is merged with, for the oracle."""
     names = draw(st.sets(st.sampled_from(sorted(SHARED_PARAMETERS)), max_size=4))
-    if method == "ram":
+    if recipe["merge_method"] == "ram":
         names -= {"r", "alpha", "ratio"}
     shared = {name: draw(SHARED_PARAMETERS[name]) for name in sorted(names)}
     if raw and isinstance(shared.get("epsilon"), list):
@@ -313,14 +301,9 @@ def recipes(draw, directory: Path, *, broken: bool) -> Case:
     of_agents = {}
     for name, values in AGENT_PARAMETERS.items():
         if draw(st.booleans()):
-            of_agents[name] = [draw(values) for _ in changed]
+            of_agents[name] = [draw(values) for _ in recipe["models"]]
             for model, value in zip(recipe["models"], of_agents[name], strict=True):
                 model.setdefault("parameters", {})[name] = value
-    if draw(st.booleans()):
-        recipe["models"].insert(0, {"model": models.base_path})
-    for entry in ("dtype", "out_dtype"):
-        if draw(st.booleans()):
-            recipe[entry] = draw(st.sampled_from(tuple(DTYPES)))
 
     def parameters_of(name: str) -> dict:
         values = {{"lambda": "lambda_"}.get(k, k): v for k, v in shared.items()}
@@ -331,13 +314,32 @@ def recipes(draw, directory: Path, *, broken: bool) -> Case:
         values["epsilon"] = float(epsilon)
         return {**values, **of_agents}
 
+    return parameters_of
+
+
+@st.composite
+def recipes(draw, directory: Path, *, broken: bool) -> Case:
+    kind, models, copied = drawn_models(draw, directory)
+    raw = kind == "files"
+    method = draw(st.sampled_from(METHODS))
+    recipe = {
+        "merge_method": method,
+        "base_model": models.base_path,
+        "models": [{"model": path} for path in models.agent_paths],
+    }
+    parameters_of = drawn_parameters(draw, recipe, raw)
+    if draw(st.booleans()):
+        recipe["models"].insert(0, {"model": models.base_path})
+    for entry in ("dtype", "out_dtype"):
+        if draw(st.booleans()):
+            recipe[entry] = draw(st.sampled_from(tuple(DTYPES)))
     expected = expect(
         method,
-        plan(base, changed, parameters_of),
+        plan(models.base, models.agents, parameters_of),
         dtype=DTYPES.get(recipe.get("dtype")),
         out_dtype=DTYPES.get(recipe.get("out_dtype")),
     )
-    event(f"{method}, {'files' if raw else architecture}")
+    event(f"{method}, {kind}")
     case = Case(models, recipe, raw, expected, copied)
     if broken:
         oddity = draw(st.sampled_from(BREAKING))
