@@ -11,6 +11,7 @@ import torch
 from mergekit_ram import errors
 
 EXAMPLES = {
+    "MissingExtraError": ("a plot", "matplotlib", "plots"),
     "NonFiniteError": ([1, 0, 2],),
     "OutputOverflowError": (3, torch.float16),
     "NonFiniteWeightsError": ("a.weight", {"model": 2}),
