@@ -283,7 +283,7 @@ def demo(directory: str | None, json_file: str | None) -> None:
         import torch
         import transformers
 
-        from mergekit_ram.tools.demo import run_demo
+        from mergekit_ram.tools.demo.run import run_demo
         from mergekit_ram.tools.demo.table import print_result
 
         # Models this small run best on one thread.

@@ -23,9 +23,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from mergekit_ram.tools.demo import CHECKPOINTS
 from mergekit_ram.tools.demo.evaluate import accuracy, generate, is_right
 from mergekit_ram.tools.demo.families import FAMILIES, Task, character_tokenizer, draw, stream
+from mergekit_ram.tools.demo.run import CHECKPOINTS
 
 RUNS = Path(__file__).parent / "runs"
 TRAINING_FILE = "training.json"

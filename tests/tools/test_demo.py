@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from mergekit_ram.cli import main
 from mergekit_ram.report.record import Report
-from mergekit_ram.tools.demo import CHECKPOINTS, COMPARED, agent_name
 from mergekit_ram.tools.demo.evaluate import score
 from mergekit_ram.tools.demo.families import FAMILIES, draw
+from mergekit_ram.tools.demo.run import CHECKPOINTS, COMPARED, agent_name
 
 MODEL = "model.safetensors"
 FEW = 40

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from mergekit_ram.tools.demo.families import FAMILIES, Split, Task, draw
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Longer than any answer, so that one that is right and goes on is wrong.
 MAX_NEW_TOKENS = 13
@@ -28,8 +32,6 @@ def generate(
     Args:
         sample: draw from the model's distribution, as it is, instead of taking the likeliest token.
     """
-    import torch
-
     inputs = tokenizer(list(prompts), padding=True, return_tensors="pt")
     with torch.inference_mode():
         sequences = model.generate(
@@ -73,9 +75,6 @@ def score(
     seed: int = 0,
 ) -> dict[str, float]:
     """Accuracy of a checkpoint by family, over ``count`` tasks each, computed in float32."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
     return {

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from transformers import Qwen2Tokenizer
+from transformers import Qwen2Tokenizer
 
 Split = Literal["train", "validation", "test"]
 
@@ -108,8 +107,6 @@ def character_tokenizer() -> Qwen2Tokenizer:
 
     It is Qwen2's byte-pair encoding without any pair, so that AutoTokenizer loads it as it is.
     """
-    from transformers import Qwen2Tokenizer
-
     # Byte-level encodings write a space so.
     characters = CHARACTERS.replace(" ", "Ġ")
     vocabulary = {token: i for i, token in enumerate([PAD, END, *characters])}

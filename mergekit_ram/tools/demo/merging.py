@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from mergekit.scripts import run_yaml
 
 # What mergekit requires of a recipe without having a default for it.
 _WEIGHTED = {"ties", "dare_ties", "dare_linear", "task_arithmetic", "linear"}
@@ -42,8 +43,6 @@ def write_recipe(path: Path, contents: Mapping[str, Any]) -> Path:
 
 def merge(recipe_file: Path, out: Path) -> None:
     """``mergekit-yaml RECIPE_FILE OUT``, in this process, which saves mergekit's import."""
-    from mergekit.scripts import run_yaml
-
     # The random methods draw from the global generator.
     arguments = [str(recipe_file), str(out), "--quiet", "--random-seed", str(SEED)]
     run_yaml.main(arguments, standalone_mode=False)

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mergekit_ram.report.record import FILE_NAME
-from mergekit_ram.tools.demo import DemoResult
 from mergekit_ram.tools.demo.families import FAMILIES
+from mergekit_ram.tools.demo.run import DemoResult
 
 
 def print_result(result: DemoResult, console: Console) -> None:
