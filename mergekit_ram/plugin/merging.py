@@ -10,6 +10,7 @@ from mergekit_ram.cluster import driver
 from mergekit_ram.errors import MergeError
 from mergekit_ram.host import architectures, garbage, output, references
 from mergekit_ram.host.compatibility import require_parameters
+from mergekit_ram.host.finishing import add_card_section, drop_quantization
 from mergekit_ram.host.methods import METHODS
 from mergekit_ram.plugin.extending import is_extended, marked, once, replace_everywhere
 
@@ -43,8 +44,8 @@ def extend(module: ModuleType) -> None:
                 output.staged_output(out_path) as staging,
             ):
                 run_merge(merge_config, staging, options, source, **kwargs)
-                output.drop_quantization(staging)
-                output.add_card_section(staging)
+                drop_quantization(staging)
+                add_card_section(staging)
         except MergeError:
             raise
         except Exception:
