@@ -6,7 +6,6 @@ import contextlib
 import importlib.metadata
 import logging
 import os
-import re
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -23,6 +22,7 @@ from mergekit_ram.method.overlap import (
     sum_overlaps,
 )
 from mergekit_ram.report.frames import frame
+from mergekit_ram.report.parts import layer_of, module_type_of, natural_order
 
 if TYPE_CHECKING:
     import pandas
@@ -284,7 +284,7 @@ class MergeRecord:
         for tensor in self._tensors:
             parts.setdefault(name_of(tensor), []).append(tensor)
         reports = []
-        for name in sorted(parts, key=_natural):
+        for name in sorted(parts, key=natural_order):
             counts = self._sum(parts[name]).counts
             reports.append(
                 PartReport(
@@ -314,28 +314,6 @@ def overflow_warnings(overflows: Mapping[str, int]) -> list[str]:
         "in the merged model, though all inputs are: they overflow its dtype. "
         "Use dtype or out_dtype bfloat16 or float32, or a smaller lambda or r"
     ]
-
-
-_NUMBERED = re.compile(r"(.*?\.\d+)\.(.+)")
-_KIND = re.compile(r"\.(weight|bias)$")
-
-
-def layer_of(tensor: str) -> str:
-    """``model.layers.3`` of ``model.layers.3.mlp.up_proj.weight``; else the tensor's module."""
-    found = _NUMBERED.fullmatch(tensor)
-    return found.group(1) if found else _KIND.sub("", tensor)
-
-
-def module_type_of(tensor: str) -> str:
-    """``mlp.up_proj`` of ``model.layers.3.mlp.up_proj.weight``; inner numbers become ``*``."""
-    found = _NUMBERED.fullmatch(tensor)
-    inner = found.group(2) if found else tensor
-    return re.sub(r"\b\d+\b", "*", _KIND.sub("", inner))
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sort key that puts layer 2 before layer 10."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
 
 def versions() -> dict[str, str]:
