@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.config import MergeConfiguration
 
-from mergekit_ram.check.problems import RECIPE
+from mergekit_ram.check.problems import NO_DTYPES, RECIPE
 from mergekit_ram.errors import Problem
 
 
@@ -41,6 +42,27 @@ def combinations(config: MergeConfiguration) -> Iterator[Combination]:
                 tuple(source.model for source in merged.sources),
                 tuple(tuple(source.layer_range) for source in merged.sources),
             )
+
+
+def without(config: MergeConfiguration, unplanned: set[ModelReference]) -> MergeConfiguration:
+    """A copy of a recipe that can be planned.
+
+    It lacks some of its models, the second mention of any, and dtypes, which may be unusable.
+    """
+    config = config.model_copy(update=NO_DTYPES, deep=True)
+    if config.base_model in unplanned:
+        config.base_model = None
+
+    def kept(sources: list[Any]) -> list[Any]:
+        first = {source.model: source for source in reversed(sources)}
+        return [s for s in sources if first[s.model] is s and s.model not in unplanned]
+
+    for module in (config.modules or {"": config}).values():
+        if module.models:
+            module.models = kept(module.models)
+        for merged in module.slices or ():
+            merged.sources = kept(merged.sources)
+    return config
 
 
 def combination_problems(config: MergeConfiguration) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from mergekit.common import ModelReference
@@ -24,6 +24,8 @@ from mergekit_ram.host.checkpoint import Checkpoint, some
 
 if TYPE_CHECKING:
     from mergekit.scripts.merge_raw_pytorch import RawPyTorchMergeConfig
+
+_Files = Mapping[ModelReference, Checkpoint]
 
 
 def raw_problems(
@@ -56,42 +58,55 @@ def raw_problems(
     ]
     for reference, file in files.items():
         problems += checkpoint_problems(str(reference), file)
-        others = [
-            name for name in file.others if not tensor_intersection or _everywhere(name, files)
-        ]
-        if others:
-            problems.append(
-                Problem(
-                    str(reference),
-                    f"{some(others)} is not a tensor; mergekit-pytorch "
-                    "merges plain dictionaries of tensors only",
-                    "save the tensors without it",
-                )
-            )
+        problems += _other_problems(reference, files, tensor_intersection)
     if not (tensor_union or tensor_intersection):
-        # mergekit would drop what only the base has, without a word.
-        names = dict.fromkeys(n for file in files.values() for n in file.tensors)
-        for reference, file in files.items():
-            missing = [name for name in names if name not in file.tensors]
-            if missing and not file.faults:
-                problems.append(
-                    Problem(
-                        str(reference),
-                        f"{number(missing)} missing: {some(missing)}",
-                        "get the file again, or merge what all files have with "
-                        "--tensor-intersection",
-                    )
-                )
+        problems += _missing_problems(files)
     if out_path is not None:
-        problems += place_problems(out_path)
-        for reference in files:
-            folder, name = os.path.split(os.path.realpath(reference.model.path))
-            if folder == os.path.realpath(out_path) and publishing.replaces(name):
-                problems.append(overwriting(out_path, str(reference)))
-        if base is not None:
-            dtype = config.out_dtype or config.dtype
-            problems += space_problems(files[base], dtype, out_path)
+        problems += _output_problems(config, files, base, out_path)
     return problems
+
+
+def _other_problems(
+    reference: ModelReference, files: _Files, tensor_intersection: bool
+) -> Iterator[Problem]:
+    """What is no tensor in a file, if mergekit would come upon it."""
+    others = [
+        name
+        for name in files[reference].others
+        if not tensor_intersection or _everywhere(name, files)
+    ]
+    if others:
+        yield Problem(
+            str(reference),
+            f"{some(others)} is not a tensor; mergekit-pytorch "
+            "merges plain dictionaries of tensors only",
+            "save the tensors without it",
+        )
+
+
+def _missing_problems(files: _Files) -> Iterator[Problem]:
+    """What not all files have: mergekit would drop what only the base has, without a word."""
+    names = dict.fromkeys(n for file in files.values() for n in file.tensors)
+    for reference, file in files.items():
+        missing = [name for name in names if name not in file.tensors]
+        if missing and not file.faults:
+            yield Problem(
+                str(reference),
+                f"{number(missing)} missing: {some(missing)}",
+                "get the file again, or merge what all files have with --tensor-intersection",
+            )
+
+
+def _output_problems(
+    config: RawPyTorchMergeConfig, files: _Files, base: ModelReference | None, out_path: str
+) -> Iterator[Problem]:
+    yield from place_problems(out_path)
+    for reference in files:
+        folder, name = os.path.split(os.path.realpath(reference.model.path))
+        if folder == os.path.realpath(out_path) and publishing.replaces(name):
+            yield overwriting(out_path, str(reference))
+    if base is not None:
+        yield from space_problems(files[base], config.out_dtype or config.dtype, out_path)
 
 
 def require_readable(config: RawPyTorchMergeConfig) -> None:
@@ -121,7 +136,7 @@ def plannable_raw(config: RawPyTorchMergeConfig) -> RawPyTorchMergeConfig:
     return config.model_copy(update={**NO_DTYPES, "models": models})
 
 
-def _everywhere(name: str, files: Mapping[ModelReference, Checkpoint]) -> bool:
+def _everywhere(name: str, files: _Files) -> bool:
     return all(name in file.tensors or name in file.others for file in files.values())
 
 

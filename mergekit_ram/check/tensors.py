@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference, dtype_from_name
@@ -57,97 +57,80 @@ def rounding_warnings(
     ]
 
 
-def tensor_problems(
-    merges: Sequence[ExecuteMergeMethodTask], checkpoints: PlannedCheckpoints
-) -> list[Problem]:
-    """What is wrong with the tensors that a plan is going to load: missing, or differing."""
-    missing: dict[str, list[str]] = {}
-    differing: dict[tuple[str, str], list[str]] = {}
-    buffers: dict[str, list[str]] = {}
-    misread: dict[str, list[str]] = {}
-    nowhere: list[str] = []
-    for merge in merges:
-        inputs, aligned = _inputs(merge)
-        found = {
-            wanted.model: checkpoints.shape(wanted)
-            for wanted in inputs
-            if checkpoints.holds(wanted)
-        }
-        if not found and len(inputs) > 1 and not all(w.optional for w in inputs):
-            nowhere.append(inputs[0].names[0])
-            continue
-        for wanted in inputs:
-            needed = not wanted.optional or (wanted.model == merge.base_model and found)
-            if needed and wanted.model not in found:
-                missing.setdefault(str(wanted.model), []).append(wanted.names[0])
-            header = checkpoints.header(wanted)
-            if header and not header.readable:
-                misread.setdefault(str(wanted.model), []).append(wanted.names[0])
-        axis = merge.output_weight.vocabulary_axis
-        expected = found.get(merge.base_model)
-        for model, shape in found.items():
-            if not _same_shape(shape, expected, axis if aligned else None):
-                remedy = _OTHER_SIZE if axis is None else _OTHER_VOCABULARY
-                differing.setdefault((str(model), remedy), []).append(
-                    f"{merge.output_weight.name} {list(shape)} for the base's {list(expected)}"
-                )
-        kinds = {
-            wanted.model: checkpoints.buffer_dtype(wanted)
-            for wanted in inputs
-            if wanted.model in found
-        }
-        for model, kind in kinds.items():
-            if kind != kinds.get(merge.base_model, kind):
-                kind, expected_kind = kind or "floats", kinds[merge.base_model]
-                buffers.setdefault(str(model), []).append(
-                    f"{merge.output_weight.name} {kind} for the base's {expected_kind or 'floats'}"
-                )
-    unmapped = (
-        f"no model has {number(nowhere)} that mergekit "
-        f"expects of this architecture: {some(nowhere)}"
-    )
-    return [
-        *checkpoints.problems(),
-        *(
-            Problem(model, f"{number(names)} misread: {some(names)}", _EAGER)
-            for model, names in misread.items()
-        ),
-        *([Problem(RECIPE, unmapped, _UNMAPPED)] if nowhere else []),
-        *(
-            Problem(model, f"{number(kinds)} of another type: {some(kinds)}", _BUFFER)
-            for model, kinds in buffers.items()
-        ),
-        *(
-            Problem(model, f"{number(names)} missing: {some(names)}", _INCOMPLETE)
-            for model, names in missing.items()
-        ),
-        *(
-            Problem(model, f"{number(shapes)} of another shape: {some(shapes)}", remedy)
-            for (model, remedy), shapes in differing.items()
-        ),
-    ]
-
+# What can be wrong with tensors, in the order in which it is told.
+_MISREAD = "{tensors} misread: {names}"
+_NOWHERE = "no model has {tensors} that mergekit expects of this architecture: {names}"
+_OTHER_TYPE = "{tensors} of another type: {names}"
+_MISSING = "{tensors} missing: {names}"
+_OTHER_SHAPE = "{tensors} of another shape: {names}"
+_ORDER = (_MISREAD, _NOWHERE, _OTHER_TYPE, _MISSING, _OTHER_SHAPE)
 
 _EAGER = (
     "merge without --lazy-unpickle, which reads neither single numbers nor views with gaps right"
 )
-
-
-_BUFFER = "save the checkpoint again with floating weights as the base's"
-
-
 _UNMAPPED = f"this is a limit of mergekit, whatever the merge method; {RAW_MERGE}"
-
-
+_BUFFER = "save the checkpoint again with floating weights as the base's"
 _INCOMPLETE = "the checkpoint is incomplete, or of another architecture than the base; get it again"
-
-
 _OTHER_SIZE = "only models of the base's size, trained from the base, can be merged"
-
-
 _OTHER_VOCABULARY = (
     "align the vocabularies: add `tokenizer: {source: base}` (or union) to the recipe"
 )
+
+
+class _Fault(NamedTuple):
+    """One thing that is wrong with tensors of a model, or of the recipe: which is told at once."""
+
+    where: str
+    told: str
+    remedy: str
+
+
+def tensor_problems(
+    merges: Sequence[ExecuteMergeMethodTask], checkpoints: PlannedCheckpoints
+) -> list[Problem]:
+    """What is wrong with the tensors that a plan is going to load: missing, or differing."""
+    faults: dict[_Fault, list[str]] = {}
+    for merge in merges:
+        for fault, tensor in _tensor_faults(merge, checkpoints):
+            faults.setdefault(fault, []).append(tensor)
+    problems = list(checkpoints.problems())
+    for fault in sorted(faults, key=lambda fault: _ORDER.index(fault.told)):
+        tensors = faults[fault]
+        told = fault.told.format(tensors=number(tensors), names=some(tensors))
+        problems.append(Problem(fault.where, told, fault.remedy))
+    return problems
+
+
+def _tensor_faults(
+    merge: ExecuteMergeMethodTask, checkpoints: PlannedCheckpoints
+) -> Iterator[tuple[_Fault, str]]:
+    """What is wrong with the inputs of one merge, each with the tensor as it is told of."""
+    inputs, aligned = _inputs(merge)
+    found = [wanted for wanted in inputs if checkpoints.holds(wanted)]
+    if not found and len(inputs) > 1 and not all(w.optional for w in inputs):
+        yield _Fault(RECIPE, _NOWHERE, _UNMAPPED), inputs[0].names[0]
+        return
+    for wanted in inputs:
+        needed = not wanted.optional or (wanted.model == merge.base_model and found)
+        if needed and wanted not in found:
+            yield _Fault(str(wanted.model), _MISSING, _INCOMPLETE), wanted.names[0]
+        header = checkpoints.header(wanted)
+        if header and not header.readable:
+            yield _Fault(str(wanted.model), _MISREAD, _EAGER), wanted.names[0]
+    name, axis = merge.output_weight.name, merge.output_weight.vocabulary_axis
+    base = next((wanted for wanted in found if wanted.model == merge.base_model), None)
+    if base is None:
+        return
+    for wanted in found:
+        shape, expected = checkpoints.shape(wanted), checkpoints.shape(base)
+        if not _same_shape(shape, expected, axis if aligned else None):
+            remedy = _OTHER_SIZE if axis is None else _OTHER_VOCABULARY
+            told = f"{name} {list(shape)} for the base's {list(expected)}"
+            yield _Fault(str(wanted.model), _OTHER_SHAPE, remedy), told
+        kind, expected = checkpoints.buffer_dtype(wanted), checkpoints.buffer_dtype(base)
+        if kind != expected:
+            told = f"{name} {kind or 'floats'} for the base's {expected or 'floats'}"
+            yield _Fault(str(wanted.model), _OTHER_TYPE, _BUFFER), told
 
 
 @dataclass(frozen=True)
