@@ -82,6 +82,7 @@ class Sizes:
 
 
 TINY = Sizes(layers=2, hidden=64, intermediate=128, vocabulary=256)
+EMBEDDING = Sizes(layers=0, hidden=8192, intermediate=64, vocabulary=152_064, tied=True)
 
 
 def make(directory: Path, sizes: Sizes, agents: int = 3) -> None:
@@ -204,6 +205,18 @@ def merge(method: str, models: Path, *options: str) -> Run:
             [program, recipe, Path(place) / "merged", *quiet, *options],
             {"MERGEKIT_RAM_DISABLE": disabled},
         )
+
+
+# What looks at the agents of a recipe instead of merging them.
+TOOLS = ("inspect", "inspect --exact", "compare")
+
+
+def look(tool: str, models: Path) -> Run:
+    """A ``mergekit-ram inspect`` or ``compare`` of its own."""
+    recipe = write_recipe(models / "recipe.yml", "ramplus", models)
+    command, *options = tool.split()
+    program = Path(sys.executable).with_name("mergekit-ram")
+    return run_process([program, command, recipe, *options, "--quiet"])
 
 
 def import_mergekit() -> Run:

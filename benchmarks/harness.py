@@ -22,11 +22,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import click
 import rich.progress
-import rich.table
+from matplotlib.figure import Figure
 from rich.console import Console
 
 T = TypeVar("T")
-
 MB, GB = 1e6, 1e9
 _GLANCE_SECONDS = 0.01
 _ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -75,13 +74,8 @@ def interleave(
 
 def track(items: Sequence[T], description: str) -> Iterable[T]:
     """The items, with a bar on standard error, drawn between them only: no thread disturbs."""
-    return rich.progress.track(
-        items,
-        description,
-        console=Console(stderr=True),
-        auto_refresh=False,
-        disable=not description,
-    )
+    settings = {"console": Console(stderr=True), "auto_refresh": False, "disable": not description}
+    return rich.progress.track(items, description, **settings)
 
 
 def in_new_process(function: Callable[..., T], *arguments: Any) -> T:
@@ -158,14 +152,6 @@ class Table:
         lines = [f"| {' | '.join(line)} |" for line in [self.columns, rules, *self.cells()]]
         return "\n".join([f"## {self.title}\n", *lines]) + "\n"
 
-    def terminal(self) -> rich.table.Table:
-        table = rich.table.Table(title=self.title, title_justify="left")
-        for heading, form in self.columns.items():
-            table.add_column(heading, justify="right" if form else "left")
-        for row in self.cells():
-            table.add_row(*row)
-        return table
-
     def draw(self, panel: Any) -> None:
         x, y, *labels = self.plot
         curves: dict[str, list[tuple[Any, float]]] = {}
@@ -185,17 +171,16 @@ class Table:
 
 def publish(tables: Sequence[Table], report: Path | None) -> None:
     """Print the tables; with a report, write them as JSON, Markdown and plots, side by side."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    for table in tables:
-        console.print(table.terminal())
+    text = "\n".join(table.markdown() for table in tables)
+    click.echo(text)
     if report:
         report.parent.mkdir(parents=True, exist_ok=True)
         content = {"machine": machine(), "tables": {t.title: t.records() for t in tables}}
         report.write_text(json.dumps(content, indent=2) + "\n")
-        report.with_suffix(".md").write_text("\n".join(table.markdown() for table in tables))
-        plot([table for table in tables if table.plot], report.with_suffix(".png"))
+        report.with_suffix(".md").write_text(text)
+        plotted = [table for table in tables if table.plot]
+        if plotted:
+            plot(plotted, report.with_suffix(".png"))
 
 
 def machine() -> dict[str, Any]:
@@ -211,13 +196,10 @@ def machine() -> dict[str, Any]:
 
 def plot(tables: Sequence[Table], path: Path) -> None:
     """A panel for every table."""
-    if tables:
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6 * len(tables), 4.5), layout="constrained")
-        for panel, table in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables):
-            table.draw(panel)
-        figure.savefig(path, dpi=150)
+    figure = Figure(figsize=(6 * len(tables), 4.5), layout="constrained")
+    for panel, table in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables):
+        table.draw(panel)
+    figure.savefig(path, dpi=150)
 
 
 def option(flag: str, *names: str, **settings: Any) -> Callable:

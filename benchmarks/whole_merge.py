@@ -14,18 +14,13 @@ from collections.abc import Callable, Mapping
 import checkpoints
 import click
 import harness
-from checkpoints import METHODS
+from checkpoints import METHODS, TOOLS
 from harness import Run
 
 _LIMIT, _IMPORT = "read all, write one", "import mergekit"
-_COLUMNS = {
-    "merge": "",
-    "seconds": ".1f",
-    "beyond import": ".1f",
-    "/ limit": ".1f",
-    "built-in ram / it": ".1f",
-    "peak GB": ".2f",
-}
+_SECONDS = dict.fromkeys(("seconds", "beyond import", "/ limit", "built-in ram / it"), ".1f")
+_COLUMNS = {"merge": "", **_SECONDS, "peak GB": ".2f"}
+RECIPES, DEFAULT = click.Choice(list(METHODS)), tuple(METHODS)[:5]
 
 
 def rows(best: Mapping[str, Run]) -> list[tuple]:
@@ -45,14 +40,8 @@ def rows(best: Mapping[str, Run]) -> list[tuple]:
 
 @click.command()
 @harness.directory_option
-@harness.several(
-    "--recipe",
-    "recipes",
-    type=click.Choice(list(METHODS)),
-    default=tuple(METHODS)[:5],
-    help="What to merge",
-)
-@harness.option("--all", "everything", is_flag=True, help="Merge by every recipe.")
+@harness.several("--recipe", "recipes", type=RECIPES, default=DEFAULT, help="What to merge")
+@harness.option("--all", "everything", is_flag=True, help="Every recipe, inspect and compare.")
 @harness.repeats_option(2)
 @harness.patience_option(30.0)
 @harness.option(
@@ -78,6 +67,8 @@ def main(directory, recipes, everything, repeats, patience, cold, options, tiny,
         if everything or name in recipes:
             merge = checkpoints.merge, name, models, *options
             contenders[name] = functools.partial(run, *merge)
+    for name in TOOLS if everything else ():
+        contenders[name] = functools.partial(run, checkpoints.look, name, models)
     bounds = {"least": 1, "most": repeats, "patience": patience}
     best = harness.interleave(contenders, **bounds, description="merging")
     title = f"Whole merges of {sizes.parameters() / 1e6:.0f} M parameters, 3 agents, bfloat16"

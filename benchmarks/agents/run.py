@@ -19,14 +19,13 @@ import torch
 import transformers
 from table import write_results
 from tqdm import tqdm
-from train import RUNS, TRAININGS, train_agents, train_base_once
+from train import BASE, TRAININGS, finish, train_agents, train_base
 
 from mergekit_ram.report.record import FILE_NAME
 from mergekit_ram.tools.demo.evaluate import score
 from mergekit_ram.tools.demo.families import FAMILIES, Split
 from mergekit_ram.tools.demo.merging import merge, recipe, write_recipe
 
-BASE = RUNS / "base"
 RESULTS = Path(__file__).parent / "results"
 # Tasks of each family.
 COUNTS = {"test": 200, "validation": 100}
@@ -132,7 +131,7 @@ def result_of(seed: int, fresh: bool) -> dict:
 @click.option("--fresh", is_flag=True, help="Merge and score again what is in results.")
 def main(seeds: int, jobs: int, fresh: bool) -> None:
     """Train, merge, score; writes results/agents.json, agents.md and plots."""
-    train_base_once()
+    finish(BASE, train_base)
     # Not forked: a process that has used torch's threads is not safe to fork.
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:

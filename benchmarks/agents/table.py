@@ -25,6 +25,7 @@ OVERLAP = {
     "conflicts": "shared changes of opposite sign",
 }
 Spread = dict[str, float]
+Groups = Mapping[str, Sequence[Spread]]
 
 
 def spread(values: Iterable[float]) -> Spread:
@@ -77,17 +78,15 @@ def percent(spreads: Iterable[Spread]) -> list[str]:
     return [f"{100 * value['mean']:.1f} ± {100 * value['std']:.1f}" for value in spreads]
 
 
-def setting_text(setting: dict) -> str:
-    return ", ".join(f"{name} {value}" for name, value in setting.items())
-
-
 def to_markdown(summary: dict) -> str:
     models, methods, overlap = summary["models"], summary["methods"], summary["overlap"]
     scores = {MODELS[name]: percent(row.values()) for name, row in models.items()}
-    settings = {m: map(setting_text, found["settings"]) for m, found in methods.items()}
+    settings = {
+        method: [", ".join(f"{n} {value}" for n, value in s.items()) for s in found["settings"]]
+        for method, found in methods.items()
+    }
     kinds = {KINDS[kind]: percent(o[name] for name in OVERLAP) for kind, o in overlap.items()}
-    merges = "Merges of the three RL agents"
-    head = ["method", *COLUMNS]
+    merges, head = "Merges of the three RL agents", ["method", *COLUMNS]
     default, tuned = (
         {m: percent(found[run].values()) for m, found in methods.items()}
         for run in ("default", "tuned")
@@ -105,11 +104,7 @@ def to_markdown(summary: dict) -> str:
 
 
 def plot_bars(
-    path: Path,
-    label: str,
-    names: Sequence[str],
-    groups: Mapping[str, Sequence[Spread]],
-    lines: Mapping[str, float] = {},
+    path: Path, label: str, names: Sequence[str], groups: Groups, lines: Mapping[str, float] = {}
 ) -> None:
     """A bar of every group beside every name, in %, and lines across."""
     figure = Figure(figsize=(7, 3.4), layout="constrained")

@@ -28,6 +28,7 @@ from mergekit_ram.tools.demo.families import FAMILIES, Task, character_tokenizer
 from mergekit_ram.tools.demo.run import CHECKPOINTS
 
 RUNS = Path(__file__).parent / "runs"
+BASE = RUNS / "base"  # which all agents start from
 TRAINING_FILE = "training.json"
 BASE_SEED = 0
 
@@ -62,9 +63,7 @@ def new_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
 
 
 def log_likelihood(
-    model: Qwen2ForCausalLM,
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
+    model: Qwen2ForCausalLM, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor]:
     """Log probability of every completion token, flat, and the sequence that each belongs to."""
     longest = max(map(len, map(lambda p, c: [*p, *c], prompts, completions)))
@@ -113,9 +112,8 @@ def grpo_loss(model, tokenizer, tasks: Sequence[Task]) -> tuple[Tensor | None, f
     return -(weights * log_probabilities).sum(), rewards.mean().item()
 
 
-def optimizer_for(model, learning_rate: float) -> torch.optim.Optimizer:
-    settings = {"lr": learning_rate, "betas": (0.9, 0.98), "weight_decay": 0.0}
-    return torch.optim.AdamW(model.parameters(), **settings)
+# Of the model's parameters, at a learning rate that every step sets.
+optimizer_for = functools.partial(torch.optim.AdamW, betas=(0.9, 0.98), weight_decay=0.0)
 
 
 def take_step(model, optimizer, loss: Tensor, learning_rate: float) -> None:
@@ -131,7 +129,7 @@ def train_base(tokenizer) -> Qwen2ForCausalLM:
     """Imitate right answers. A family that is known well leaves the mixture until it falls back."""
     torch.manual_seed(BASE_SEED)
     model = new_model(tokenizer)
-    optimizer = optimizer_for(model, BASE_LR)
+    optimizer = optimizer_for(model.parameters())
     tasks = {family: stream(family, "train", f"base {BASE_SEED}") for family in FAMILIES}
     held_out = {family: draw(family, "validation", 200, BASE_SEED) for family in FAMILIES}
     families = list(FAMILIES)
@@ -167,7 +165,7 @@ TRAININGS = {
 def train_agent(model, tokenizer, kind: str, family: str, seed: int) -> Qwen2ForCausalLM:
     training = TRAININGS[kind]
     torch.manual_seed(seed)
-    optimizer = optimizer_for(model, training.learning_rate)
+    optimizer = optimizer_for(model.parameters())
     tasks = stream(family, "train", f"{training.tasks} {seed}")
     progress = tqdm(range(1, STEPS + 1), desc=f"seed {seed}: {kind} {family}")
     for step in progress:
@@ -178,19 +176,14 @@ def train_agent(model, tokenizer, kind: str, family: str, seed: int) -> Qwen2For
     return model
 
 
-def train_base_once() -> Path:
-    """The directory of the base that all agents start from, trained if it is not there yet."""
-    finish(RUNS / "base", train_base)
-    return RUNS / "base"
-
-
 def train_agents(seed: int) -> Path:
     """Train what is missing of one seed's agents of every kind. Returns their directory."""
-    base, agents = train_base_once(), RUNS / f"seed{seed}"
+    finish(BASE, train_base)
+    agents = RUNS / f"seed{seed}"
 
     def train(kind: str, family: str, tokenizer) -> Qwen2ForCausalLM:
         # In float32, the dtype it is trained in.
-        model = Qwen2ForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model = Qwen2ForCausalLM.from_pretrained(BASE, dtype=torch.float32)
         return train_agent(model, tokenizer, kind, family, seed)
 
     for kind in TRAININGS:
@@ -220,7 +213,7 @@ def main(seeds: tuple[int, ...], bundle: bool) -> None:
     torch.set_num_threads(1)
     agents = [train_agents(seed) for seed in seeds]
     if bundle:
-        shutil.copytree(RUNS / "base", CHECKPOINTS / "base", dirs_exist_ok=True)
+        shutil.copytree(BASE, CHECKPOINTS / "base", dirs_exist_ok=True)
         for family in FAMILIES:
             shutil.copytree(agents[0] / f"rl_{family}", CHECKPOINTS / family, dirs_exist_ok=True)
 
