@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from mergekit_ram.host.recipe import Recipe
     from mergekit_ram.report.checked import CheckResult
     from mergekit_ram.report.findings import Comparison, Inspection
+    from mergekit_ram.report.merge_report import Report
     from mergekit_ram.report.plots import write_plots
-    from mergekit_ram.report.record import Report
 
 __all__ = [
     "CheckResult",
@@ -52,7 +52,7 @@ _PUBLIC = {
     "Comparison": "report.findings",
     "Inspection": "report.findings",
     "write_plots": "report.plots",
-    "Report": "report.record",
+    "Report": "report.merge_report",
 }
 
 _autoload.install()

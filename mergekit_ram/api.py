@@ -21,7 +21,7 @@ from mergekit_ram.host.methods import METHODS
 from mergekit_ram.host.recipe import Recipe, read_recipes, recipe_of
 from mergekit_ram.report.checked import CheckResult
 from mergekit_ram.report.findings import Comparison, Inspection
-from mergekit_ram.report.record import FILE_NAME, Report
+from mergekit_ram.report.merge_report import FILE_NAME, Report
 from mergekit_ram.tools import comparison, inspection, plans
 
 LOG = logging.getLogger(__name__)

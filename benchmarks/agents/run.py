@@ -21,7 +21,7 @@ from table import write_results
 from tqdm import tqdm
 from train import BASE, TRAININGS, finish, train_agents, train_base
 
-from mergekit_ram.report.record import FILE_NAME
+from mergekit_ram.report.merge_report import FILE_NAME
 from mergekit_ram.tools.demo.evaluate import score
 from mergekit_ram.tools.demo.families import FAMILIES, Split
 from mergekit_ram.tools.demo.merging import merge, recipe, write_recipe

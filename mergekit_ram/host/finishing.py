@@ -6,7 +6,7 @@ import json
 import os
 
 from mergekit_ram.host.checkpoint.quantization import CONFIG_KEYS
-from mergekit_ram.report.record import FILE_NAME, Report
+from mergekit_ram.report.merge_report import FILE_NAME, Report
 
 
 def drop_quantization(directory: str) -> None:

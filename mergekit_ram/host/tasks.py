@@ -31,7 +31,8 @@ from pydantic import ConfigDict
 from mergekit_ram.errors import MergeError
 from mergekit_ram.host.groups import BoundGroup, rescaling_by_agent
 from mergekit_ram.method.overlap import GroupOverlap
-from mergekit_ram.report.record import MergeRecord, Report, overflow_warnings
+from mergekit_ram.report.merge_report import Report
+from mergekit_ram.report.record import MergeRecord, overflow_warnings
 
 LOG = logging.getLogger(__name__)
 

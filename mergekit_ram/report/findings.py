@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel
 
 from mergekit_ram.report.frames import frame
-from mergekit_ram.report.record import DENSE, SCHEMA_VERSION, Report
+from mergekit_ram.report.merge_report import DENSE, SCHEMA_VERSION, Report
 
 if TYPE_CHECKING:
     import pandas

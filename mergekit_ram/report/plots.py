@@ -17,7 +17,7 @@ except ImportError:
     raise MissingExtraError("write_plots", "matplotlib", "plots") from None
 
 from mergekit_ram.report.findings import Comparison, Inspection, percent
-from mergekit_ram.report.record import PartReport
+from mergekit_ram.report.merge_report import PartReport
 
 _WIDTH, _HEIGHT = 4.2, 2.9
 _STYLE = {

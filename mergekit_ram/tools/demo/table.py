@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from mergekit_ram.report.record import FILE_NAME
+from mergekit_ram.report.merge_report import FILE_NAME
 from mergekit_ram.tools.demo.families import FAMILIES
 from mergekit_ram.tools.demo.run import DemoResult
 
