@@ -110,6 +110,7 @@ def test_merge_killed_late_leaves_no_model(moment, make_models, tmp_path):
     job.assert_finished()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["yaml", "pytorch"])
 def test_merge_over_a_model_killed_anywhere_leaves_the_old_one_the_new_one_or_none(
     entry, make_models, tmp_path

@@ -25,6 +25,7 @@ def make_agents(base: torch.Tensor, dtypes) -> list[kernel.Agent]:
     return agents
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("dtypes", [(BF16,) * 4, (F32, BF16, F32)])
 def test_compiled_merges_and_counts_are_the_same_to_the_bit(dtypes, monkeypatch):

@@ -30,6 +30,9 @@ WAYS = {
     "kept": ({}, {"keep_unique": False}),
 }
 
+# Compiling takes seconds.
+COMPILING = (False, pytest.param(True, marks=pytest.mark.slow))
+
 
 @pytest.fixture(autouse=True)
 def forget_compiling():
@@ -50,7 +53,7 @@ def random_tensors(agents, elements, dtype, seed=0):
     return base.to(dtype), (base + changes * changed).to(dtype)
 
 
-@pytest.mark.parametrize("compiling", [False, True])
+@pytest.mark.parametrize("compiling", COMPILING)
 @pytest.mark.parametrize("special", [NAN, -NAN, INFINITY, -INFINITY])
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_not_finite_is_counted_as_it_is_merged(way, special, compiling, monkeypatch):
@@ -99,7 +102,7 @@ def test_what_is_not_finite_is_counted_as_it_is_merged(way, special, compiling, 
         assert np.allclose(merged[~spoilt], expected.value, atol=1e-6)
 
 
-@pytest.mark.parametrize("compiling", [False, True])
+@pytest.mark.parametrize("compiling", COMPILING)
 @pytest.mark.parametrize("agents", [2, 15, 16, 17, 40, 128])
 def test_counts_are_those_of_plain_arithmetic_for_any_number_of_agents(
     agents, compiling, monkeypatch
@@ -137,7 +140,7 @@ OVERFLOWING = {
 }
 
 
-@pytest.mark.parametrize("compiling", [False, True])
+@pytest.mark.parametrize("compiling", COMPILING)
 @pytest.mark.parametrize("way", OVERFLOWING)
 def test_an_output_that_overflows_is_refused_or_counted(way, compiling, monkeypatch):
     if compiling:

@@ -425,6 +425,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("shared", ["mean", "ties", "drop"])
 def test_memory_beyond_the_output_does_not_grow_with_the_tensor(shared):

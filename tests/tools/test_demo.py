@@ -19,6 +19,8 @@ from mergekit_ram.tools.demo.evaluate import score
 from mergekit_ram.tools.demo.families import FAMILIES, draw
 from mergekit_ram.tools.demo.run import CHECKPOINTS, COMPARED, agent_name
 
+pytestmark = pytest.mark.slow
+
 MODEL = "model.safetensors"
 FEW = 40
 

@@ -321,6 +321,7 @@ def test_tensor_union_and_intersection_are_taken_as_mergekit_pytorch_takes_them(
     check_counts(found, count_by_oracle(base, agents))
 
 
+@pytest.mark.slow
 def test_examples_of_the_project_can_be_inspected(tmp_path, monkeypatch):
     script = ROOT / "example_yamls" / "make_agents.py"
     subprocess.run(
