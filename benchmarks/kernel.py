@@ -17,7 +17,8 @@ import torch
 from mergekit.merge_methods import merge_tensors
 from mergekit.merge_methods.ram import ram_merge, ramplus_tl_merge
 
-import mergekit_ram
+from mergekit_ram.method.overlap import OverlapCounts
+from mergekit_ram.method.stream import Agent, count
 
 VARIANT_AGENTS = 3
 
@@ -40,9 +41,9 @@ def copy_all(tensors: Inputs) -> torch.Tensor:
     return out
 
 
-def count(tensors: Inputs) -> mergekit_ram.OverlapCounts:
+def count_changes(tensors: Inputs) -> OverlapCounts:
     base, *agents = tensors
-    return mergekit_ram.count(base, [mergekit_ram.Agent(agent) for agent in agents])
+    return count(base, [Agent(agent) for agent in agents])
 
 
 def merge_by(method, **parameters) -> Callable[[Inputs], torch.Tensor]:
@@ -52,7 +53,7 @@ def merge_by(method, **parameters) -> Callable[[Inputs], torch.Tensor]:
 ALWAYS = {"copy": copy_all, "ram": merge_by("ram"), "built-in ram": merge_by(ram_merge)}
 # Other passes over a tensor, for VARIANT_AGENTS agents; mergekit's are what recipes select today.
 VARIANTS = {
-    "count": count,
+    "count": count_changes,
     "ramplus_tl": merge_by("ramplus_tl"),
     "built-in ramplus_tl": merge_by(ramplus_tl_merge),
     "shared: ties": merge_by("ram", shared="ties"),

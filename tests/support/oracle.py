@@ -1,6 +1,4 @@
-"""Float64 reference of DESIGN.md sections 1 and 2, and of the five modes of the authors' code.
-NumPy only.
-"""
+"""Float64 reference of the rule, its parameters and the five modes of the authors' code, in NumPy."""
 
 from __future__ import annotations
 
@@ -243,7 +241,7 @@ def ulp(values: Array, dtype: str) -> Array:
     return np.ldexp(1.0, np.maximum(exponent - 1, smallest) - (bits - 1))
 
 
-# The authors' modes, from the table in DESIGN.md, on state dicts.
+# The authors' modes, from the table in docs/parameters.md, on state dicts.
 
 
 def _deltas(base: StateDict, agents: Sequence[StateDict], name: str, threshold: float):
