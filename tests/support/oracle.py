@@ -1,4 +1,4 @@
-"""Float64 reference of the rule, its parameters and the five modes of the authors' code, in NumPy."""
+"""Float64 reference of the rule, its parameters and the authors' five modes, in NumPy."""
 
 from __future__ import annotations
 
