@@ -33,8 +33,10 @@ TRAININGS = {
     "date": (1e-5, 50),
     "reverse": (1e-5, 50),
 }
-# The families of each group that is merged, by the number of agents.
-GROUPS = {count: list(FAMILIES)[:count] for count in (4, 2, 3, 6)}
+# Trained and merged first, of every seed, are these families' agents.
+FIRST, OTHERS = list(FAMILIES)[:4], list(FAMILIES)[4:]
+# How many agents are merged, the families' first ones; all seeds of a line before the next.
+COUNTS = ((4, 2), (3, 6))
 STAGES = ("train", "score")
 
 
@@ -48,9 +50,9 @@ def train_jobs(directory: Path, seeds: int) -> Iterator[Job]:
     from policy import unpack_pretrained
 
     yield Job(pretrained, (), partial(unpack_pretrained, pretrained))
-    yield Job(base, (pretrained,), partial(train_base, pretrained, base))
-    first = list(FAMILIES)[:4]
-    for families in (first, list(FAMILIES)[4:]):
+    log = RESULTS / "base.json"
+    yield Job(base, (pretrained,), partial(train_base, pretrained, base, log))
+    for families in (FIRST, OTHERS):
         for seed, family in itertools.product(range(seeds), families):
             one = training(family, seed)
             target, log = directory / one.name, RESULTS / "training" / f"{one.name}.json"
@@ -63,17 +65,20 @@ def score_jobs(directory: Path, seeds: int) -> Iterator[Job]:
     from merges import METHODS
 
     base, scores = directory / "base", RESULTS / "scores"
-    models = {"base": base} | {
-        (one := training(family, seed)).name: directory / one.name
+    models = [("base", list(FAMILIES))] + [
+        (training(family, seed).name, list(dict.fromkeys((*FIRST, family))))
         for seed in range(seeds)
         for family in FAMILIES
-    }
-    for name, path in models.items():
+    ]
+    for name, families in models:
         result = scores / "models" / f"{name}.json"
-        run = partial(score.score_checkpoint, path, base, list(FAMILIES), result)
-        yield Job(result, (path,), run)
-    for seed, (count, families) in itertools.product(range(seeds), GROUPS.items()):
-        agents = [training(family, seed) for family in families]
+        run = partial(score.score_checkpoint, directory / name, base, families, result)
+        yield Job(result, (directory / name,), run)
+    groups = itertools.chain.from_iterable(
+        itertools.product(range(seeds), counts) for counts in COUNTS
+    )
+    for seed, count in groups:
+        agents = [training(family, seed) for family in list(FAMILIES)[:count]]
         results = scores / f"{count}-agents-seed{seed}"
         group = score.Group(base, agents, directory, results)
         result = results / "overlap.json"

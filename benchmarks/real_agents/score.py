@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,7 @@ from torch import Tensor
 from train import Training
 from transformers import LlamaForCausalLM
 
-COUNTS: dict[Split, int] = {"validation": 80, "test": 300}
+COUNTS: dict[Split, int] = {"validation": 60, "test": 300}
 # Tasks answered at once.
 BATCH = 100
 
@@ -142,7 +141,3 @@ def _signs(agent: Tensor, base: Tensor, epsilon: float = 1e-5) -> Tensor:
     """+1, -1, or 0 where RAM counts an element as not changed; flat."""
     difference = (agent.float() - base.float()).flatten()
     return (difference.sign() * (difference.abs() > epsilon)).to(torch.int8)
-
-
-def read(path: Path) -> dict:
-    return json.loads(path.read_text())

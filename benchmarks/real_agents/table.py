@@ -58,6 +58,8 @@ def summarise_group(scores: Path, count: int, seeds: Sequence[int]) -> dict:
         "each specialist on its own": to_marks(own, families),
     }
     for family, *agents in zip(families, *names):
+        if any(set(families) - set(models[name]) for name in agents):
+            continue
         marks[f"specialist: {family}"] = to_marks([models[name] for name in agents], families)
     methods = methods_of(directories[0])
     results = {method: [read(d / f"{method}.json") for d in directories] for method in methods}

@@ -7,7 +7,6 @@ copy, which is also what is saved.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ from pathlib import Path
 import policy
 import torch
 from families import FAMILIES, stream
+from jobs import write_json
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -66,18 +66,21 @@ class Learner:
         return norm.item()
 
 
-def train_base(pretrained: Path, target: Path) -> None:
+def train_base(pretrained: Path, target: Path, log: Path) -> None:
     """Teach the form of all answers and little more, so that reinforcement has what to elicit."""
     tokenizer, model = policy.load_tokenizer(pretrained), policy.load(pretrained)
     learner = Learner(model, SFT_LR)
     tasks = {family: stream(family, "sft") for family in FAMILIES}
+    losses = []
     for step in range(SFT_STEPS):
         batch = [task for source in tasks.values() for task in islice(source, SFT_TASKS)]
         prompts = policy.encode_prompts(tokenizer, [task.prompt for task in batch])
         answers = [[a] for a in policy.encode_answers(tokenizer, [task.answer for task in batch])]
         loss = -policy.log_likelihood(model, prompts, answers)[0].mean()
         learner.step(loss)
-        print(f"base: step {step + 1} of {SFT_STEPS}, loss {loss.item():.3f}", flush=True)
+        losses.append(round(loss.item(), 3))
+        print(f"base: step {step + 1} of {SFT_STEPS}, loss {losses[-1]}", flush=True)
+    write_json(log, {"lr": SFT_LR, "tasks": SFT_TASKS, "losses": losses})
     policy.save(model, tokenizer, target)
 
 
@@ -101,9 +104,8 @@ def train_agent(base: Path, training: Training, target: Path, log: Path) -> None
         reward = sum(map(sum, rewards)) / len(answers)
         curve.append({"reward": reward, "norm": norm, "seconds": time.perf_counter() - start})
         print(f"{training.name}: step {step + 1} of {training.steps}, {curve[-1]}", flush=True)
+    write_json(log, {**asdict(training), "curve": curve})
     policy.save(model, tokenizer, target)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text(json.dumps({**asdict(training), "curve": curve}, indent=1) + "\n")
 
 
 def grpo_loss(
