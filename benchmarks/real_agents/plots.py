@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+MISSING = {"rate": np.nan, "interval": [np.nan, np.nan]}
+
 
 def plot_scores(groups: Sequence[Mapping[str, Any]], path: Path) -> None:
     """For every number of agents the methods' pass rates, at their defaults and tuned."""
@@ -18,7 +20,7 @@ def plot_scores(groups: Sequence[Mapping[str, Any]], path: Path) -> None:
         entries = group["entries"]
         methods = list(group["settings"])
         for number, run in enumerate(("default", "tuned")):
-            found = [entries[f"{method}, {run}"] for method in methods]
+            found = [entries.get(f"{method}, {run}", MISSING) for method in methods]
             rates = np.array([one["rate"] for one in found])
             low, high = np.array([one["interval"] for one in found]).T
             places = np.arange(len(methods)) + 0.4 * number - 0.2
@@ -45,7 +47,7 @@ def plot_counts(groups: Sequence[Mapping[str, Any]], path: Path) -> None:
             for group in groups:
                 entries = group["entries"]
                 base, top = (entries[n]["rate"] for n in ("base", "each specialist on its own"))
-                rate = entries[f"{method}, {run}"]["rate"]
+                rate = entries.get(f"{method}, {run}", MISSING)["rate"]
                 points.append((group["agents"], 100 * (rate - base) / (top - base)))
             style = "o-" if number < 10 else "s--"
             panel.plot(*zip(*points), style, label=method, markersize=4)

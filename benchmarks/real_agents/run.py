@@ -20,6 +20,7 @@ import click
 import torch
 from families import FAMILIES
 from jobs import Job, work
+from methods import DEFAULT, METHODS
 from table import write_table
 from train import Training, train_agent, train_base
 
@@ -62,7 +63,6 @@ def train_jobs(directory: Path, seeds: int) -> Iterator[Job]:
 def score_jobs(directory: Path, seeds: int) -> Iterator[Job]:
     """Base and agents, then for every number of agents and every seed all the merges."""
     import score
-    from merges import METHODS
 
     base, scores = directory / "base", RESULTS / "scores"
     models = [("base", list(FAMILIES))] + [
@@ -84,8 +84,11 @@ def score_jobs(directory: Path, seeds: int) -> Iterator[Job]:
         result = results / "overlap.json"
         yield Job(result, group.paths, partial(score.measure_overlap, group, result))
         for method in METHODS:
+            result = score.marks_path(group, method, DEFAULT, "test")
+            yield Job(result, group.paths, partial(score.score_default, group, method))
+        for method in METHODS:
             result = results / f"{method}.json"
-            yield Job(result, group.paths, partial(score.score_method, group, method, result))
+            yield Job(result, group.paths, partial(score.score_tuned, group, method, result))
 
 
 def work_through(directory: Path, seeds: int, stages: tuple[str, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ import policy
 import torch
 from families import Split, draw
 from jobs import once, write_json
-from merges import DEFAULT, METHODS, Setting
+from methods import DEFAULT, METHODS, Setting
 from safetensors.torch import load_file
 from torch import Tensor
 from train import Training
@@ -69,35 +69,53 @@ def mean_rate(marks: dict[str, str]) -> float:
     return sum(text.count("1") / len(text) for text in marks.values()) / len(marks)
 
 
-def score_method(group: Group, method: str, result: Path) -> None:
-    """Tune a method on the validation split, then test what was chosen, and its defaults."""
-    model = policy.load(group.base)
-    merged: dict[tuple, dict[str, Tensor]] = {}
+class Scorer:
+    """Merges by one method and scores what comes out; only the last merge is kept in memory."""
 
-    def score(setting: Setting, split: Split) -> Callable[[], dict[str, str]]:
-        def make() -> dict[str, str]:
-            key = setting.parameters
-            if key not in merged:
-                merged.clear()
-                merged[key] = merges.merge(method, setting, group.base, group.paths)
-            weights = merges.scaled(merged[key], group.base_weights, setting.scale)
-            model.load_state_dict(weights, strict=False)  # tied weights are stored once
-            return answered(model, group.base, group.families, split)
+    def __init__(self, group: Group, method: str):
+        self._group, self._method = group, method
+        self._merged: tuple[Setting, dict[str, Tensor]] | None = None
 
-        return once(group.results / method / f"{setting.name}.{split}.json", make)
+    @cached_property
+    def _model(self) -> LlamaForCausalLM:
+        return policy.load(self._group.base)
 
-    with torch.inference_mode():
-        tried = {setting: mean_rate(score(setting, "validation")) for setting in METHODS[method]}
-        best = max(tried, key=lambda setting: tried[setting])
-        tests = {run: score(s, "test") for run, s in (("default", DEFAULT), ("tuned", best))}
+    def score(self, setting: Setting, split: Split) -> dict[str, str]:
+        path = marks_path(self._group, self._method, setting, split)
+        return once(path, lambda: self._make(setting, split))
+
+    @torch.inference_mode()
+    def _make(self, setting: Setting, split: Split) -> dict[str, str]:
+        group, unscaled = self._group, setting._replace(scale=1.0)
+        if self._merged is None or self._merged[0] != unscaled:
+            self._merged = None
+            merged = merges.merge(self._method, unscaled, group.base, group.paths)
+            self._merged = unscaled, merged
+        weights = merges.scaled(self._merged[1], group.base_weights, setting.scale)
+        self._model.load_state_dict(weights, strict=False)  # tied weights are stored once
+        return answered(self._model, group.base, group.families, split)
+
+
+def marks_path(group: Group, method: str, setting: Setting, split: Split) -> Path:
+    return group.results / method / f"{setting.name}.{split}.json"
+
+
+def score_default(group: Group, method: str) -> None:
+    Scorer(group, method).score(DEFAULT, "test")
+
+
+def score_tuned(group: Group, method: str, result: Path) -> None:
+    """Tune a method on the validation split, then test what was chosen."""
+    scorer = Scorer(group, method)
+    tried = {s: mean_rate(scorer.score(s, "validation")) for s in METHODS[method]}
+    best = max(tried, key=lambda setting: tried[setting])
     write_json(
         result,
         {
             "method": method,
-            "agents": [agent.name for agent in group.agents],
             "tried": {setting.name: rate for setting, rate in tried.items()},
-            "settings": {"default": DEFAULT.name, "tuned": best.name},
-            **tests,
+            "setting": best.name,
+            "test": scorer.score(best, "test"),
         },
     )
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from methods import DEFAULT, METHODS
 from plots import plot_counts, plot_curves, plot_scores
 
 RESAMPLES, COVERED = 2000, (2.5, 97.5)
-RUNS = ("default", "tuned")
 Marks = np.ndarray  # [seed, family, task] of 0 and 1
 
 
@@ -61,18 +61,18 @@ def summarise_group(scores: Path, count: int, seeds: Sequence[int]) -> dict:
         if any(set(families) - set(models[name]) for name in agents):
             continue
         marks[f"specialist: {family}"] = to_marks([models[name] for name in agents], families)
-    methods = methods_of(directories[0])
-    results = {method: [read(d / f"{method}.json") for d in directories] for method in methods}
-    for method, found in results.items():
-        for run in RUNS:
-            marks[f"{method}, {run}"] = to_marks([one[run] for one in found], families)
+    settings = {}
+    for method in METHODS:
+        for run, found in merges_of(method, directories).items():
+            marks[f"{method}, {run}"] = to_marks([one["test"] for one in found], families)
+            settings[method] = [one["setting"] for one in found]
     drawn = resample(marks)
     return {
         "agents": count,
         "seeds": list(seeds),
         "families": families,
         "entries": {name: entry(name, marks, drawn) for name in marks},
-        "settings": {m: [one["settings"]["tuned"] for one in r] for m, r in results.items()},
+        "settings": settings,
         "overlap": [summarise_overlap(overlap) for overlap in overlaps],
     }
 
@@ -87,14 +87,12 @@ def entry(name: str, marks: Mapping[str, Marks], drawn: Mapping[str, np.ndarray]
         "by_seed": marks[name].mean((1, 2)).tolist(),
     }
     method, _, run = name.partition(", ")
-    if run in RUNS:
+    if run:
         specialists = marks["each specialist on its own"]
-        lead = drawn[name] - drawn[f"ram, {run}"]
-        found |= {
-            "retention": (by_family / specialists.mean((0, 2))).tolist(),
-            "minus_ram": marks[name].mean() - marks[f"ram, {run}"].mean(),
-            "minus_ram_interval": interval(lead),
-        }
+        found["retention"] = (by_family / specialists.mean((0, 2))).tolist()
+    if (ram := f"ram, {run}") in marks:
+        found["minus_ram"] = marks[name].mean() - marks[ram].mean()
+        found["minus_ram_interval"] = interval(drawn[name] - drawn[ram])
     return found
 
 
@@ -111,22 +109,31 @@ def summarise_overlap(overlap: Mapping[str, Any]) -> dict:
     }
 
 
-def methods_of(directory: Path) -> list[str]:
-    """What has been tuned and tested, ``ram`` first."""
-    names = sorted(p.stem for p in directory.glob("*.json") if p.stem != "overlap")
-    return sorted(names, key=lambda name: not name.startswith("ram"))
+def merges_of(method: str, directories: Sequence[Path]) -> dict[str, list[dict]]:
+    """A method's settings and marks, of every run which is there for all seeds."""
+    found = {}
+    defaults = [d / method / f"{DEFAULT.name}.test.json" for d in directories]
+    if all(path.exists() for path in defaults):
+        found["default"] = [{"setting": DEFAULT.name, "test": read(path)} for path in defaults]
+    tuned = [d / f"{method}.json" for d in directories]
+    if all(path.exists() for path in tuned):
+        found["tuned"] = [read(path) for path in tuned]
+    return found
 
 
 def complete_seeds(scores: Path) -> dict[int, list[int]]:
-    """For every number of agents the seeds for which ``ram`` and all that others have is there."""
-    found: dict[int, list[int]] = {}
-    directories = [d for d in sorted(scores.glob("*-agents-seed*")) if (d / "ram.json").exists()]
-    most = max((len(methods_of(d)) for d in directories), default=0)
-    for directory in directories:
-        if len(methods_of(directory)) == most and (directory / "overlap.json").exists():
-            count, seed = directory.name.split("-agents-seed")
-            found.setdefault(int(count), []).append(int(seed))
-    return dict(sorted(found.items()))
+    """For every number of agents the seeds for which as much is there as for the first one."""
+    found: dict[int, dict[int, set[str]]] = {}
+    for path in sorted(scores.glob("*-agents-seed*/overlap.json")):
+        directory = path.parent
+        count, seed = map(int, directory.name.split("-agents-seed"))
+        there = {f"{m}, {run}" for m in METHODS for run in merges_of(m, [directory])}
+        if {"ram, default"} <= there:
+            found.setdefault(count, {})[seed] = there
+    return {
+        count: [seed for seed, there in seeds.items() if there >= next(iter(seeds.values()))]
+        for count, seeds in sorted(found.items())
+    }
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -148,6 +155,7 @@ def group_markdown(group: Mapping[str, Any]) -> str:
         if "minus_ram" in found:
             low, high = map(percent, found["minus_ram_interval"])
             row += [f"{100 * found['minus_ram']:+.1f}", f"{low} to {high}"]
+        if "retention" in found:
             kept.append([name, *map(percent, found["retention"])])
         rows.append(row if len(row) == len(families) + 5 else [*row, "", ""])
     seeds = ", ".join(map(str, group["seeds"]))
