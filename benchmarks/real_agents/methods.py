@@ -30,15 +30,15 @@ AVERAGING_ALONE, ADDING_ALONE = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0), (0.4, 0.6, 0.8,
 RESCALING = ({"r": 0.1, "alpha": 0.2}, {"r": 1.0, "alpha": 1.0})
 METHODS: dict[str, list[Setting]] = {
     "ram": grid(AVERAGING_ALONE, {}),
-    "ramplus": grid(AVERAGING, *RESCALING),
-    "ramplus_tl": grid(AVERAGING, *RESCALING),
+    "task_arithmetic": grid(ADDING_ALONE, {}),
     "linear": grid(AVERAGING_ALONE, {}),
     "ties": grid(AVERAGING, {"density": 1.0}, {"density": 0.2}),
-    "della": grid(AVERAGING, {"density": 0.8}, {"density": 0.5}),
+    "ramplus": grid(AVERAGING, *RESCALING),
     "sce": grid(AVERAGING, {"select_topk": 1.0}, {"select_topk": 0.2}),
-    "task_arithmetic": grid(ADDING_ALONE, {}),
-    "dare_linear": grid(ADDING, {"density": 0.8}, {"density": 0.5}),
     "dare_ties": grid(ADDING, {"density": 0.8}, {"density": 0.5}),
+    "ramplus_tl": grid(AVERAGING, *RESCALING),
+    "della": grid(AVERAGING, {"density": 0.8}, {"density": 0.5}),
     "breadcrumbs_ties": grid(ADDING, {"density": 0.9}, {"density": 0.5}),
+    "dare_linear": grid(ADDING, {"density": 0.8}, {"density": 0.5}),
 }
 DEFAULT = Setting()

@@ -17,10 +17,12 @@ from functools import partial
 from pathlib import Path
 
 import click
+import score
 import torch
 from families import FAMILIES
 from jobs import Job, work
 from methods import DEFAULT, METHODS
+from policy import unpack_pretrained
 from table import write_table
 from train import Training, train_agent, train_base
 
@@ -36,8 +38,7 @@ TRAININGS = {
 }
 # Trained and merged first, of every seed, are these families' agents.
 FIRST, OTHERS = list(FAMILIES)[:4], list(FAMILIES)[4:]
-# How many agents are merged, the families' first ones; all seeds of a line before the next.
-COUNTS = ((4, 2), (3, 6))
+COUNTS = (4, 3, 2, 6)  # of agents merged, the families' first ones
 STAGES = ("train", "score")
 
 
@@ -48,8 +49,6 @@ def training(family: str, seed: int) -> Training:
 def train_jobs(directory: Path, seeds: int) -> Iterator[Job]:
     """The base, then four families' agents of every seed, then the other two's."""
     pretrained, base = directory / "pretrained", directory / "base"
-    from policy import unpack_pretrained
-
     yield Job(pretrained, (), partial(unpack_pretrained, pretrained))
     log = RESULTS / "base.json"
     yield Job(base, (pretrained,), partial(train_base, pretrained, base, log))
@@ -61,34 +60,51 @@ def train_jobs(directory: Path, seeds: int) -> Iterator[Job]:
 
 
 def score_jobs(directory: Path, seeds: int) -> Iterator[Job]:
-    """Base and agents, then for every number of agents and every seed all the merges."""
-    import score
+    """Agents on their own families and merges at their defaults; then tuned; then agents on others.
 
+    All of this for one seed before the next.
+    """
     base, scores = directory / "base", RESULTS / "scores"
-    models = [("base", list(FAMILIES))] + [
-        (training(family, seed).name, list(dict.fromkeys((*FIRST, family))))
-        for seed in range(seeds)
-        for family in FAMILIES
-    ]
-    for name, families in models:
-        result = scores / "models" / f"{name}.json"
-        run = partial(score.score_checkpoint, directory / name, base, families, result)
-        yield Job(result, (directory / name,), run)
-    groups = itertools.chain.from_iterable(
-        itertools.product(range(seeds), counts) for counts in COUNTS
-    )
-    for seed, count in groups:
-        agents = [training(family, seed) for family in list(FAMILIES)[:count]]
-        results = scores / f"{count}-agents-seed{seed}"
-        group = score.Group(base, agents, directory, results)
-        result = results / "overlap.json"
-        yield Job(result, group.paths, partial(score.measure_overlap, group, result))
-        for method in METHODS:
-            result = score.marks_path(group, method, DEFAULT, "test")
-            yield Job(result, group.paths, partial(score.score_default, group, method))
-        for method in METHODS:
-            result = results / f"{method}.json"
-            yield Job(result, group.paths, partial(score.score_tuned, group, method, result))
+    for family in FAMILIES:
+        yield model_job("base", family, base, scores)
+    for seed in range(seeds):
+        agents = {family: training(family, seed) for family in FAMILIES}
+        for family, agent in agents.items():
+            yield model_job(agent.name, family, base, scores)
+        groups = [
+            score.Group(
+                base,
+                list(agents.values())[:count],
+                directory,
+                scores / f"{count}-agents-seed{seed}",
+            )
+            for count in COUNTS
+        ]
+        for group in groups:
+            yield from default_jobs(group)
+        for group in groups:
+            yield from tuned_jobs(group)
+        for agent, family in itertools.product(agents.values(), FIRST):
+            yield model_job(agent.name, family, base, scores)
+
+
+def model_job(name: str, family: str, base: Path, scores: Path) -> Job:
+    path, result = base.with_name(name), scores / "models" / name / f"{family}.json"
+    return Job(result, (path,), partial(score.score_checkpoint, path, base, family, result))
+
+
+def default_jobs(group: score.Group) -> Iterator[Job]:
+    result = group.results / "overlap.json"
+    yield Job(result, group.paths, partial(score.measure_overlap, group, result))
+    for method in METHODS:
+        result = score.marks_path(group, method, DEFAULT, "test")
+        yield Job(result, group.paths, partial(score.score_default, group, method))
+
+
+def tuned_jobs(group: score.Group) -> Iterator[Job]:
+    for method in METHODS:
+        result = group.results / f"{method}.json"
+        yield Job(result, group.paths, partial(score.score_tuned, group, method, result))
 
 
 def work_through(directory: Path, seeds: int, stages: tuple[str, ...]) -> None:

@@ -59,9 +59,9 @@ def answered(
     return found
 
 
-def score_checkpoint(checkpoint: Path, base: Path, families: Sequence[str], result: Path) -> None:
-    """A base's or an agent's answers to the test tasks of all the families."""
-    write_json(result, answered(policy.load(checkpoint), base, families, "test"))
+def score_checkpoint(checkpoint: Path, base: Path, family: str, result: Path) -> None:
+    """A base's or an agent's answers to a family's test tasks."""
+    write_json(result, answered(policy.load(checkpoint), base, [family], "test"))
 
 
 def mean_rate(marks: dict[str, str]) -> float:

@@ -23,6 +23,11 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+def read_all(directory: Path) -> dict[str, str]:
+    """Marks of a model by family."""
+    return {family: m for path in directory.glob("*.json") for family, m in read(path).items()}
+
+
 def to_marks(results: Iterable[Mapping[str, str]], families: Sequence[str]) -> Marks:
     return np.array([[[int(mark) for mark in one[f]] for f in families] for one in results])
 
@@ -51,7 +56,7 @@ def summarise_group(scores: Path, count: int, seeds: Sequence[int]) -> dict:
     overlaps = [read(directory / "overlap.json") for directory in directories]
     names = [overlap["agents"] for overlap in overlaps]
     families = [name.split("-")[0] for name in names[0]]
-    models = {path.stem: read(path) for path in (scores / "models").glob("*.json")}
+    models = {d.name: read_all(d) for d in (scores / "models").iterdir()}
     own = [{f: models[name][f] for f, name in zip(families, agents)} for agents in names]
     marks = {
         "base": to_marks([models["base"]] * len(seeds), families),
