@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from support import checkpoints
+from support import ROOT, checkpoints
 
-PACKAGE = Path(__file__).parent.parent / "mergekit_ram"
+PACKAGE = ROOT / "mergekit_ram"
 # What start-up must leave alone; each takes from a tenth of a second to seconds.
 HEAVY = ("torch", "mergekit", "pydantic", "click", "safetensors", "transformers")
 OWNER = "print(type(merge_methods.get('ram')).__module__)"
