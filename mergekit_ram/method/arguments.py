@@ -14,14 +14,14 @@ def require(condition: bool, name: str, value: object, wanted: str) -> None:
 
 
 def require_number(name: str, value: object, *, least: float = -math.inf) -> None:
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    require(number and math.isfinite(value), name, value, "a finite number")
-    require(value >= least, name, value, f"{least} or greater")
+    number = value if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    require(math.isfinite(number), name, value, "a finite number")
+    require(float(number) >= least, name, value, f"{least} or greater")
 
 
 def require_count(name: str, value: object, *, least: int = 0) -> None:
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
-    require(whole and value >= least, name, value, f"an integer, {least} or greater")
+    whole = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else least - 1
+    require(whole >= least, name, value, f"an integer, {least} or greater")
 
 
 def require_bool(name: str, value: object) -> None:

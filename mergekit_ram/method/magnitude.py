@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from mergekit_ram.method.rounding import round_down
 from mergekit_ram.method.rule import Agent, Rule
-from mergekit_ram.method.stream import round_down, task_vectors
+from mergekit_ram.method.vectors import task_vectors
 
 # What the counts are given for, two to a decade.
 SWEEP = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
@@ -59,7 +60,7 @@ def magnitudes(
     every: int = 1,
     block_elements: int | None = None,
 ) -> Magnitudes:
-    """Measure the task vectors of one tensor. Arguments as for ``kernel.count``; ``rule.epsilon``
+    """Measure the task vectors of one tensor. Arguments as for ``stream.count``; ``rule.epsilon``
     has no influence.
 
     Args:
@@ -99,7 +100,8 @@ def _second(sizes: torch.Tensor) -> torch.Tensor:
     Of the agent with the largest number it is the largest of the others, and no other agent's
     number exceeds it.
     """
-    first, second = sizes.new_zeros(2, sizes.shape[1])
+    first = sizes.new_zeros(sizes.shape[1])
+    second = torch.zeros_like(first)
     for row in sizes:
         second = torch.maximum(second, torch.minimum(first, row))
         first = torch.maximum(first, row)

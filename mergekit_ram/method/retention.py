@@ -14,8 +14,9 @@ from dataclasses import astuple, dataclass
 
 import torch
 
+from mergekit_ram.method.rounding import round_down
 from mergekit_ram.method.rule import Agent
-from mergekit_ram.method.stream import round_down, task_vectors
+from mergekit_ram.method.vectors import task_vectors
 
 _BLOCK_ELEMENTS = 1 << 15
 
@@ -109,7 +110,7 @@ def retained(
     own = torch.zeros(2, len(merged), dtype=torch.float64)
     for vectors in task_vectors(base, everyone, block_elements=block_elements):
         threshold = round_down(epsilon, vectors.dtype)
-        taus, deltas = vectors.split((len(agents), len(merged)))
+        taus, deltas = vectors[: len(agents)], vectors[len(agents) :]
         own += _own_sums(deltas, threshold)
         sums += _sums(taus, deltas, threshold)
     return tuple(
@@ -135,8 +136,8 @@ def _sums(taus: torch.Tensor, deltas: torch.Tensor, threshold: float) -> torch.T
     changers = mask.sum(0)
     alone = torch.eq(changers, 1, out=changers)
     rows = torch.cat([taus, changes, changes * alone])
-    dots = (rows @ deltas.T).unflatten(0, (3, -1))
-    squares = rows.square_().sum(1).unflatten(0, (3, -1))
+    dots = (rows @ deltas.T).view(3, len(taus), len(deltas))
+    squares = rows.square_().sum(1).view(3, len(taus))
     # Of the signs' products, a sum says agreeing − opposed and that of the absolute values agreeing
     # + opposed.
     directions = deltas.sign_()

@@ -23,7 +23,26 @@ _COLUMNS = 1 << 14
 
 def has_patterns(agents: int) -> bool:
     """Whether so few agents are counted by their patterns."""
-    return 3**agents <= _DENSE_BINS
+    return bool(3**agents <= _DENSE_BINS)
+
+
+def begin_patterns(patterns: torch.Tensor, agents: int) -> None:
+    """Patterns of elements that none of the agents changed."""
+    patterns.fill_((3**agents - 1) // 2)
+
+
+def add_to_patterns(
+    patterns: torch.Tensor, agent: int, delta: torch.Tensor, *, nan: bool, scratch: torch.Tensor
+) -> None:
+    """Note which way an agent moved the elements ``[elements]``."""
+    patterns.add_(directions(delta, nan=nan, out=scratch), alpha=3**agent)
+
+
+def directions(delta: torch.Tensor, *, nan: bool, out: torch.Tensor) -> torch.Tensor:
+    """−1, 0 or 1 of each delta; 1 of NaN, if that is expected."""
+    if nan:
+        delta = torch.nan_to_num(delta, nan=1.0, out=out)
+    return torch.sign(delta, out=out)
 
 
 class Tally:
@@ -51,7 +70,7 @@ class Tally:
         self._nan = nan
         self._signs = torch.empty(elements, dtype=dtype, device=device)
         kind = _Patterns if has_patterns(agents) else _Directions
-        self._blocks = kind(agents, elements, dtype, device)
+        self._blocks: _Patterns | _Directions = kind(agents, elements, dtype, device)
 
     @staticmethod
     def rows(agents: int) -> int:
@@ -70,14 +89,12 @@ class Tally:
             dtype: what the caller would like to fill in; it gets that if it holds every pattern
                 exactly.
         """
+        assert isinstance(self._blocks, _Patterns)
         return self._blocks.uninitialized(elements, dtype)
 
     def add(self, agent: int, delta: torch.Tensor) -> None:
         """Take the block's deltas ``[elements]`` of an agent: negative, zero or positive."""
-        signs = self._signs[: delta.shape[0]]
-        if self._nan:
-            delta = torch.nan_to_num(delta, nan=1.0, out=signs)
-        self._blocks.add(agent, torch.sign(delta, out=signs))
+        self._blocks.add(agent, delta, nan=self._nan, scratch=self._signs[: delta.shape[0]])
 
     def end(self) -> None:
         """Count the block."""
@@ -101,15 +118,16 @@ class _Patterns:
         self._block = self._patterns
 
     def begin(self, elements: int) -> None:
-        self._block = self._patterns[:elements].fill_((self.bins - 1) // 2)
+        self._block = self._patterns[:elements]
+        begin_patterns(self._block, self.agents)
 
     def uninitialized(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         exact = self.bins <= 2 / torch.finfo(dtype).eps
         self._block = (self._patterns.view(dtype) if exact else self._patterns)[:elements]
         return self._block
 
-    def add(self, agent: int, signs: torch.Tensor) -> None:
-        self._block.add_(signs, alpha=3**agent)
+    def add(self, agent: int, delta: torch.Tensor, *, nan: bool, scratch: torch.Tensor) -> None:
+        add_to_patterns(self._block, agent, delta, nan=nan, scratch=scratch)
 
     def end(self) -> None:
         """Count the patterns of the block in the tables.
@@ -153,11 +171,11 @@ class _Directions:
     def begin(self, elements: int) -> None:
         self._block = self._signs[:, :elements].zero_()
 
-    def add(self, agent: int, signs: torch.Tensor) -> None:
-        self._block[agent].copy_(signs)
+    def add(self, agent: int, delta: torch.Tensor, *, nan: bool, scratch: torch.Tensor) -> None:
+        directions(delta, nan=nan, out=self._block[agent])
 
     def end(self) -> None:
-        for columns in self._block.split(_COLUMNS, dim=1):
+        for columns in torch.split(self._block, _COLUMNS, dim=1):
             self._counted.add(_Tables.of(columns))
 
     def counts(self) -> OverlapCounts:
@@ -199,13 +217,9 @@ class _Tables:
         changed = signs.abs()
         changers = changed.sum(0)
         conflicting = (signs.sum(0).abs() != changers).to(signs.dtype)
-        weighted, weighted_signs, total = changed, signs, signs.shape[1]
+        weighted, weighted_signs, total = changed, signs, torch.tensor(signs.shape[1])
         if times is not None:
-            weighted, weighted_signs, total = (
-                changed * times,
-                signs * times,
-                times.sum(),
-            )
+            weighted, weighted_signs, total = changed * times, signs * times, times.sum()
             conflicting *= times
         # What nobody changed stands in the first row.
         histogram = signs.new_zeros(agents + 1, agents)
@@ -213,7 +227,7 @@ class _Tables:
         pairwise = weighted @ changed.T
         agreement = weighted_signs @ signs.T
         found = (
-            torch.as_tensor(total),
+            total,
             histogram[1:].T,
             pairwise,
             (pairwise - agreement).long() // 2,
