@@ -17,8 +17,7 @@ import torch
 from mergekit.merge_methods import merge_tensors
 from mergekit.merge_methods.ram import ram_merge, ramplus_tl_merge
 
-from mergekit_ram.method.overlap import OverlapCounts
-from mergekit_ram.method.stream import Agent, count
+from mergekit_ram import method
 
 VARIANT_AGENTS = 3
 
@@ -41,19 +40,19 @@ def copy_all(tensors: Inputs) -> torch.Tensor:
     return out
 
 
-def count_changes(tensors: Inputs) -> OverlapCounts:
+def count(tensors: Inputs) -> method.OverlapCounts:
     base, *agents = tensors
-    return count(base, [Agent(agent) for agent in agents])
+    return method.count(base, [method.Agent(agent) for agent in agents])
 
 
-def merge_by(method, **parameters) -> Callable[[Inputs], torch.Tensor]:
-    return functools.partial(merge_tensors, method=method, base_index=0, parameters=parameters)
+def merge_by(name, **parameters) -> Callable[[Inputs], torch.Tensor]:
+    return functools.partial(merge_tensors, method=name, base_index=0, parameters=parameters)
 
 
 ALWAYS = {"copy": copy_all, "ram": merge_by("ram"), "built-in ram": merge_by(ram_merge)}
 # Other passes over a tensor, for VARIANT_AGENTS agents; mergekit's are what recipes select today.
 VARIANTS = {
-    "count": count_changes,
+    "count": count,
     "ramplus_tl": merge_by("ramplus_tl"),
     "built-in ramplus_tl": merge_by(ramplus_tl_merge),
     "shared: ties": merge_by("ram", shared="ties"),
@@ -102,10 +101,10 @@ def weigh(contender: str, dtype: str, elements: int) -> int | None:
     return harness.peak_scratch(functools.partial(ALWAYS[contender], tensors))
 
 
-def scratch_table(dtypes: Sequence[str], embedding: bool) -> harness.Table:
+def scratch_table(dtypes: Sequence[str]) -> harness.Table:
     rows = []
     for dtype in dtypes:
-        for name, elements in _SCRATCH + (("ram", checkpoints.EMBEDDING.parameters()),) * embedding:
+        for name, elements in _SCRATCH:
             scratch = harness.in_new_process(weigh, name, dtype, elements)
             found = (None, None) if scratch is None else (scratch / harness.MB, scratch / elements)
             rows.append((dtype, elements, name, *found))
@@ -114,23 +113,31 @@ def scratch_table(dtypes: Sequence[str], embedding: bool) -> harness.Table:
     return harness.Table(title, columns, rows)
 
 
-SIZES, AGENTS = (1 << 10, 1 << 15, 1 << 20, 1 << 25), (1, 2, 3, 5, 8)
-DTYPES = ("bfloat16", "float32")
+def _power(text: str) -> int:
+    """``2**20`` or ``1048576``."""
+    base, _, exponent = text.partition("**")
+    return int(base) ** int(exponent or 1)
+
+
+SIZES, AGENTS, DTYPES = (
+    ("2**10", "2**15", "2**20", "2**25"),
+    (1, 2, 3, 5, 8),
+    ("bfloat16", "float32"),
+)
 TYPE = click.Choice(["bfloat16", "float16", "float32", "float64"])
 
 
 @click.command()
-@harness.several("--elements", "sizes", default=SIZES, help="Elements of a tensor")
+@harness.several("--elements", "sizes", type=_power, default=SIZES, help="Elements of a tensor")
 @harness.several("--agents", "agents", type=click.IntRange(1), default=AGENTS, help="Agents")
 @harness.several("--dtype", "dtypes", type=TYPE, default=DTYPES, help="Of inputs and output")
 @harness.repeats_option(50, least=2)
 @harness.patience_option(0.7)
 @harness.option("--memory/--no-memory", default=True, help="Measure scratch memory.")
-@harness.option("--embedding", is_flag=True, help="Also weigh 1.25 G elements, in 13 GB.")
 @harness.json_option
-def main(sizes, agents, dtypes, repeats, patience, memory, embedding, report):
+def main(sizes, agents, dtypes, repeats, patience, memory, report):
     """Time and weigh the merge of one tensor: ours, mergekit's and plain copying."""
-    tables = [scratch_table(dtypes, embedding)] if memory else []
+    tables = [scratch_table(dtypes)] if memory else []
     rows = {(dtype, number): [] for dtype in dtypes for number in agents}
     cases = [(dtype, size) for dtype in dtypes for size in sizes]
     for dtype, size in harness.track(cases, "timing"):

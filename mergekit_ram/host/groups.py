@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -24,9 +24,8 @@ from mergekit_ram.method import stream
 from mergekit_ram.method.overlap import (
     GroupOverlap,
     OverlapCounts,
-    RatioKind,
     Rescaling,
-    rescaling_factors,
+    RescalingRule,
 )
 from mergekit_ram.method.rule import Agent, Rule
 
@@ -152,11 +151,6 @@ class BoundGroup:
 
 
 def rescaling_by_agent(overlap: GroupOverlap, parameters: Mapping[str, Any]) -> Rescaling:
-    """λ by input ID, for counts of any scope and the ``r``, ``alpha`` and
-    ``ratio`` of one tensor.
-    """
-    kind: RatioKind = parameters["ratio"]
-    factors = rescaling_factors(
-        overlap.counts, r=parameters["r"], alpha=parameters["alpha"], kind=kind
-    )
-    return dict(zip(overlap.agents, factors))
+    """λ by input ID, for counts of any scope and the parameters of one tensor."""
+    rule = RescalingRule(**{field.name: parameters[field.name] for field in fields(RescalingRule)})
+    return dict(zip(overlap.agents, rule.factors(overlap.counts)))

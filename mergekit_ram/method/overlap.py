@@ -201,14 +201,35 @@ def rescaling_factor(rho: float, *, r: float, alpha: float) -> float:
     return 1.0 + r * min(max(rho, 0.0), alpha)
 
 
+@dataclass(frozen=True)
+class RescalingRule:
+    """How λ follows from counts. Its fields are the parameters of a recipe, by their names there.
+
+    Attributes:
+        r: strength of the rescaling.
+        alpha: clip of ρ.
+        ratio: what ρ is.
+    """
+
+    r: float
+    alpha: float
+    ratio: RatioKind = "unique"
+
+    def factors(self, counts: OverlapCounts) -> tuple[float, ...]:
+        """λ of every agent, in the order of ``counts``."""
+        return tuple(map(self.factor, counts.shared, counts.unique))
+
+    def factor(self, shared: int, unique: int) -> float:
+        """λ of an agent with so many shared and unique elements."""
+        rho = overlap_ratio(shared, unique, alpha=self.alpha, kind=self.ratio)
+        return rescaling_factor(rho, r=self.r, alpha=self.alpha)
+
+
 def rescaling_factors(
     counts: OverlapCounts, *, r: float, alpha: float, kind: RatioKind = "unique"
 ) -> tuple[float, ...]:
     """λ of every agent, in the order of ``counts``."""
-    return tuple(
-        rescaling_factor(overlap_ratio(shared, unique, alpha=alpha, kind=kind), r=r, alpha=alpha)
-        for shared, unique in zip(counts.shared, counts.unique)
-    )
+    return RescalingRule(r, alpha, kind).factors(counts)
 
 
 def _add_tables(left: Table, right: Table) -> Table:
