@@ -74,8 +74,7 @@ class NonFiniteWeightsError(MergeError):
         found = ", ".join(f"{count} in {model}" for model, count in counts.items())
         super().__init__(
             f"NaN or infinity in {tensor or 'an unnamed tensor'}: {found}. The checkpoint is "
-            "damaged or "
-            "overflowed; replace it, or set non_finite: ignore to merge it as it is"
+            "damaged or overflowed; replace it, or set non_finite: ignore to merge it as it is"
         )
 
 
@@ -86,11 +85,9 @@ class OverflowedWeightsError(MergeError):
 
     def __init__(self, tensor: str | None, count: int, dtype: str):
         super().__init__(
-            f"{count} elements of {tensor or 'an unnamed tensor'} overflow {dtype} when they are "
-            "merged, though all inputs "
-            "are finite. Use dtype or out_dtype bfloat16 or float32, a smaller lambda or r, or "
-            "set non_finite: ignore to "
-            "write infinity there"
+            f"{count} elements of {tensor or 'an unnamed tensor'} overflow {dtype} when they "
+            "are merged, though all inputs are finite. Use dtype or out_dtype bfloat16 or "
+            "float32, a smaller lambda or r, or set non_finite: ignore to write infinity there"
         )
 
 

@@ -1,5 +1,4 @@
-"""How mergekit is extended: one module for each module of mergekit that is, each with a function
-``extend``.
+"""How mergekit is extended, by one module with a function ``extend`` for each of its own.
 
 With ``host.compatibility`` this is the only place that touches what mergekit keeps private. Every
 touch first checks what it relies on and, where that has changed, says which versions of mergekit

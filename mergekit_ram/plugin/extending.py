@@ -12,9 +12,7 @@ MARK = "_extended_by_mergekit_ram"
 
 
 def once(extend: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    """Extend a module only once, until it is reloaded, whatever others put in the place of its
-    functions meanwhile.
-    """
+    """Extend a module once, until it is reloaded, whatever others make of it meanwhile."""
 
     @functools.wraps(extend)
     def extend_once(module: ModuleType) -> None:
@@ -26,9 +24,7 @@ def once(extend: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
 
 
 def is_extended(function: Any) -> bool:
-    """Whether a function is one of ours, or another plugin's that wraps one of ours with
-    ``functools.wraps``.
-    """
+    """Whether a function is ours, or wraps one of ours by ``functools.wraps``."""
     return getattr(function, MARK, False)
 
 
@@ -38,9 +34,7 @@ def marked(function: Any) -> Any:
 
 
 def replace_everywhere(name: str, function: Any, extended: Any) -> None:
-    """Replace a function also in the modules that took it by its name before
-    this one was imported.
-    """
+    """Replace a function also in modules that took it by name before this was imported."""
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(name) is function:
             setattr(module, name, extended)

@@ -17,8 +17,7 @@ from mergekit_ram.plugin.extending import is_extended, marked, once, replace_eve
 
 @once
 def extend(module: ModuleType) -> None:
-    """Check a recipe first, let the output appear only when it is whole, and describe the agents in
-    its card.
+    """Check a recipe first, have the output appear only when whole, describe agents in its card.
 
     Args:
         module: ``mergekit.merge``.

@@ -1,6 +1,4 @@
-"""What becomes of the merges that mergekit has planned for a method of ours, whichever of its
-planners made them.
-"""
+"""What becomes of merges planned for a method of ours, by whichever planner of mergekit."""
 
 from __future__ import annotations
 
@@ -37,8 +35,9 @@ def recorded(
     recipe: Mapping[str, Any],
     dtype: str | None,
 ) -> tuple[Merges, MergeRecord]:
-    """The merges as this plugin runs them, and the record that they write. The workers of a cluster
-    make theirs themselves.
+    """The merges as this plugin runs them, and the record that they write.
+
+    The workers of a cluster make theirs themselves.
 
     Args:
         refusals: of parameters, found while planning.
@@ -63,8 +62,7 @@ def finished(
     record: MergeRecord | None,
     options: MergeOptions,
 ) -> list[Task]:
-    """The targets of a plan to disk: by a cluster if the options say so, and with the report once
-    the model is written.
+    """The targets of a plan to disk: by a cluster if asked for, the report after the model.
 
     Args:
         record: of a merge by a method of ours, None of others.

@@ -24,8 +24,7 @@ from mergekit_ram.plugin.writer import extend_writer
 
 @once
 def extend(module: ModuleType) -> None:
-    """Have the planner check parameters, round once and measure a model-wide ratio, for the methods
-    of ours.
+    """Have the planner check parameters, round once and measure a model-wide ratio.
 
     Args:
         module: ``mergekit.plan``.

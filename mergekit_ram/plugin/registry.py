@@ -40,8 +40,7 @@ def extend(module: ModuleType) -> None:
 
 
 class RegisteredMethod(MergeMethod):
-    """Runs a method on the groups that mergekit hands over, or hands them on to the task of ours
-    that asked.
+    """Runs a method on mergekit's groups, or hands them on to the task of ours that asked.
 
     mergekit's own group methods convert whole tensors to one dtype before, and to the output dtype
     after. Here both happen inside the kernel, block by block and with one rounding.
@@ -52,9 +51,7 @@ class RegisteredMethod(MergeMethod):
         self.spec = method.spec
 
     def _bind_group_parameters(self, group: TensorGroup, *supplied: Any) -> dict[str, Any]:
-        """Bind for a direct call, whose groups are all there is: a model-wide
-        ratio is over them.
-        """
+        """Bind for a direct call: its groups are all that a model-wide ratio is over."""
         refusals = Refusals()
         refusals.tensor = group.metadata.name or refusals.tensor
         with refusals.collect():

@@ -23,8 +23,7 @@ from mergekit_ram.plugin.writer import extend_writer
 
 @once
 def extend(module: ModuleType) -> None:
-    """Check the files first, plan as ``planner`` does, and let the output appear only when it is
-    whole.
+    """Check the files first, plan as ``planner`` does, have the output appear only when whole.
 
     Args:
         module: ``mergekit.scripts.merge_raw_pytorch``.
@@ -93,8 +92,9 @@ def _plan(
 
 
 def _by_number(task: Any) -> Any:
-    """The same merge, its inputs not passed by their paths, which mergekit takes apart at spaces,
-    ``+`` and ``@``.
+    """The same merge, inputs passed by number.
+
+    Their paths mergekit takes apart at spaces, ``+`` and ``@``.
     """
     tensors = NumberedTensors(tensors=task.gather_tensors.tensors)
     return task.model_copy(update={"gather_tensors": tensors})
@@ -129,9 +129,7 @@ def _extended_run(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def _recipe_of_ours(path: str) -> recipe.Recipe | None:
-    """The recipe of a file, if it is one by a method of ours; what is wrong with others is for
-    mergekit to say.
-    """
+    """A file's recipe, if by a method of ours; mergekit says what is wrong with others."""
     try:
         read = recipe.Recipe.read(path)
     except MergeError:

@@ -14,9 +14,7 @@ from mergekit_ram.plugin.extending import is_extended, marked
 
 
 def extend_writer() -> None:
-    """Name the file that cannot be written, when that is one of a model that is merged by our
-    methods.
-    """
+    """Name the file that cannot be written, if of a model merged by our methods."""
     writer = tensor_writer.TensorWriter
     require_parameters(writer, "_write_shard_task", ["shard_data", "shard_index", "shard_path"])
     write = writer._write_shard_task
