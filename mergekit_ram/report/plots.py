@@ -100,12 +100,10 @@ def overlap_histogram(inspection: Inspection) -> Figure:
     ]
     _bars(axes, rows, inspection.names())
     axes.set_xticks(others, ["alone", *map(str, others[1:])])
-    axes.set_xlabel("other agents that changed the same element")
-    axes.yaxis.set_major_formatter(_PERCENT)
-    axes.set_ylabel("of the agent's changes")
     axes.set_title("Elements an agent changed alone and with others")
-    _legend(figure, axes)
-    return figure
+    return _labelled(
+        figure, axes, "other agents that changed the same element", "of the agent's changes"
+    )
 
 
 def layer_sparsity(inspection: Inspection) -> Figure:
@@ -119,11 +117,8 @@ def layer_sparsity(inspection: Inspection) -> Figure:
     step = max(1, -(-len(labels) // 14))
     axes.set_xticks(range(0, len(labels), step), labels[::step], rotation=45, ha="right")
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(_PERCENT)
-    axes.set_ylabel("elements changed")
     axes.set_title("Changed elements by layer")
-    _legend(figure, axes)
-    return figure
+    return _labelled(figure, axes, "", "elements changed")
 
 
 def magnitude_histogram(inspection: Inspection) -> Figure:
@@ -143,12 +138,8 @@ def magnitude_histogram(inspection: Inspection) -> Figure:
     if held:
         axes.set_xlim(min(edges[held[0]], low / 2), max(edges[held[-1] + 1], high * 2))
     _mark_epsilon(axes, inspection)
-    axes.yaxis.set_major_formatter(_PERCENT)
-    axes.set_xlabel("|agent − base|")
-    axes.set_ylabel("of the changes")
     axes.set_title("Magnitudes of the differences from the base")
-    _legend(figure, axes)
-    return figure
+    return _labelled(figure, axes, "|agent − base|", "of the changes")
 
 
 def epsilon_sweep(inspection: Inspection) -> Figure:
@@ -167,12 +158,8 @@ def epsilon_sweep(inspection: Inspection) -> Figure:
     axes.plot([], [], color="0.4", linestyle="--", label="shared among them")
     axes.set_xscale("log")
     _mark_epsilon(axes, inspection)
-    axes.yaxis.set_major_formatter(_PERCENT)
-    axes.set_xlabel("epsilon")
-    axes.set_ylabel("of all elements")
     axes.set_title("Changed elements by epsilon")
-    _legend(figure, axes)
-    return figure
+    return _labelled(figure, axes, "epsilon", "of all elements")
 
 
 def retention_bars(comparison: Comparison) -> Figure:
@@ -205,6 +192,14 @@ def _figure(width: float = _WIDTH, height: float = _HEIGHT) -> tuple[Figure, Axe
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots()
     return figure, axes
+
+
+def _labelled(figure: Figure, axes: Axes, across: str, up: str) -> Figure:
+    """The figure with its axes named, the upright one in percent, and a legend."""
+    axes.yaxis.set_major_formatter(_PERCENT)
+    axes.set(xlabel=across, ylabel=up)
+    _legend(figure, axes)
+    return figure
 
 
 def _bars(axes: Axes, rows: Sequence[Sequence[float | None]], names: Sequence[str]) -> None:
