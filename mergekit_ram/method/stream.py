@@ -183,12 +183,8 @@ class _Stream:
         self.counting = counting
         self.threshold = round_down(rule.epsilon, inputs.dtype)
         self.compiled = compiled.takes(inputs, agents, rule, counting=counting)
-        ties = rule.shared == "ties"
-        # Comparing ends at the first difference, so it is nearly free where an agent moved.
-        # ``ties`` needs all. Infinity equals infinity and their difference is NaN, so what may be
-        # infinite is not skipped.
-        self.skipping = inputs.on_cpu and inputs.alike and not ties and rule.finite
-        deltas = len(agents) if ties else 1
+        self.skipping = _may_skip(inputs, rule)
+        deltas = len(agents) if rule.shared == "ties" else 1
         counted = Tally.rows(len(agents)) if counting else 0
         cached = cached_elements(deltas + counted, inputs.dtype, on_cpu=inputs.on_cpu)
         self.limit = block_elements or (compiled.BLOCK_ELEMENTS if self.compiled else cached)
@@ -308,14 +304,23 @@ class _Stream:
         return first_elements(self.scratch, self.inputs.base[index].numel())
 
     def _tally(self) -> Tally:
-        elements, device = self.scratch.base.shape[0], self.scratch.base.device
-        nan = not self.rule.finite
-        return Tally(len(self.agents), elements, self.inputs.dtype, device, nan=nan)
+        base, nan = self.scratch.base, not self.rule.finite
+        return Tally(len(self.agents), base.shape[0], self.inputs.dtype, base.device, nan=nan)
 
     def _require_finite_inputs(self) -> None:
         counts = non_finite(self.inputs, self.limit) if self.rule.finite else []
         if any(counts):
             raise NonFiniteError(counts)
+
+
+def _may_skip(inputs: Inputs, rule: Rule) -> bool:
+    """Whether an agent is left out of blocks where it equals the base.
+
+    Comparing ends at the first difference, so it is nearly free where an agent moved. ``ties``
+    needs all. Infinity equals infinity and their difference is NaN, so what may be infinite is not
+    skipped.
+    """
+    return inputs.on_cpu and inputs.alike and rule.shared != "ties" and rule.finite
 
 
 def _shared_row(rows: Rows, agent: int, first: bool) -> torch.Tensor:
